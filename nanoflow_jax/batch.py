@@ -1,0 +1,123 @@
+"""One step's arrays: built in numpy by the batcher, sent to the device as one int32 array, unpacked inside jit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BatchShape:
+    """A compiled shape: `num_tokens` on the flat token axis, at most `num_rows` sequences, `pages_per_seq` block table columns."""
+
+    num_tokens: int
+    num_rows: int
+    pages_per_seq: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_rows <= self.num_tokens or self.pages_per_seq <= 0:
+            raise ValueError(f"bad BatchShape: {self.num_tokens=} {self.num_rows=} {self.pages_per_seq=}")
+
+
+# name -> (axis of BatchShape, dtype); the order is the order in the packed array.
+_TOKEN_FIELDS = ("token_ids", "token_rows", "positions", "slots")
+_ROW_FIELDS = {
+    "kv_lens": np.int32,
+    "q_starts": np.int32,
+    "q_lens": np.int32,
+    "sequence_rows": np.int32,
+    "seeds": np.uint32,
+    "top_k": np.int32,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Batch:
+    """A dense batch. Row i < num_decode is decoding and owns token i; the other rows are prefill chunks, in token order.
+
+    The same fields hold numpy arrays on the host and traced arrays inside a step. T tokens, S rows.
+
+    Attributes:
+      num_decode: scalar, decoding rows.
+      token_ids: int32[T], used where token_rows is -1.
+      token_rows: int32[T], index into the device's last_tokens to take the token from, or -1.
+      positions: int32[T], 0-based position in the sequence.
+      slots: int32[T], where the token's K and V go; -1 for padding.
+      kv_lens: int32[S], tokens in the cache after this step; 0 for an unused row.
+      q_starts, q_lens: int32[S], the row's token range in this step; q_len 0 for an unused row.
+      sequence_rows: int32[S], index into last_tokens that receives the row's sampled token; -1: the row samples nothing
+        (unused, or a prompt chunk that is not the last).
+      seeds: uint32[S]; the random key of a sampled token is (seed, kv_len), so it does not depend on the batch.
+      temperature: float32[S]; 0 is greedy.
+      top_k: int32[S]; 0 is off.
+      top_p, min_p: float32[S]; 1 and 0 are off.
+      block_tables: int32[S, pages_per_seq].
+    """
+
+    num_decode: jax.Array | np.ndarray
+    token_ids: jax.Array | np.ndarray
+    token_rows: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+    slots: jax.Array | np.ndarray
+    kv_lens: jax.Array | np.ndarray
+    q_starts: jax.Array | np.ndarray
+    q_lens: jax.Array | np.ndarray
+    sequence_rows: jax.Array | np.ndarray
+    seeds: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    temperature: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    block_tables: jax.Array | np.ndarray
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(self.token_ids.shape[0], self.kv_lens.shape[0], self.block_tables.shape[1])
+
+
+jax.tree_util.register_dataclass(Batch, [f.name for f in dataclasses.fields(Batch)], [])
+
+
+def empty_batch(shape: BatchShape) -> Batch:
+    """A host batch in which every token is padding and every row unused."""
+    rows = {name: np.zeros(shape.num_rows, dtype) for name, dtype in _ROW_FIELDS.items()}
+    rows["sequence_rows"][:] = -1
+    rows["top_p"][:] = 1.0
+    tokens = {name: np.zeros(shape.num_tokens, np.int32) for name in _TOKEN_FIELDS}
+    tokens["token_rows"][:] = -1
+    tokens["slots"][:] = -1
+    tables = np.zeros((shape.num_rows, shape.pages_per_seq), np.int32)
+    return Batch(num_decode=np.zeros((), np.int32), block_tables=tables, **tokens, **rows)
+
+
+def pack(batch: Batch) -> np.ndarray:
+    """int32[n]: every field of a host batch in one array, floats and unsigned integers by their bits."""
+    parts = [np.asarray(batch.num_decode, np.int32).reshape(1)]
+    parts += [getattr(batch, name) for name in _TOKEN_FIELDS]
+    parts += [getattr(batch, name).view(np.int32) for name in _ROW_FIELDS]
+    parts.append(batch.block_tables.reshape(-1))
+    return np.concatenate(parts)
+
+
+def packed_size(shape: BatchShape) -> int:
+    """Length of the array that `pack` returns."""
+    return 1 + len(_TOKEN_FIELDS) * shape.num_tokens + (len(_ROW_FIELDS) + shape.pages_per_seq) * shape.num_rows
+
+
+def unpack(packed: jax.Array, shape: BatchShape) -> Batch:
+    """The traced inverse of `pack`."""
+    fields = {"num_decode": packed[0]}
+    at = 1
+    for name in _TOKEN_FIELDS:
+        fields[name] = packed[at : at + shape.num_tokens]
+        at += shape.num_tokens
+    for name, dtype in _ROW_FIELDS.items():
+        bits = packed[at : at + shape.num_rows]
+        fields[name] = bits if dtype is np.int32 else jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+        at += shape.num_rows
+    fields["block_tables"] = packed[at:].reshape(shape.num_rows, shape.pages_per_seq)
+    return Batch(**fields)

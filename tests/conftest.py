@@ -1,0 +1,12 @@
+"""Eight CPU devices for tensor parallelism, and jax's strictest promotion rules, before any test imports jax."""
+
+import os
+
+# Interpret mode holds one pool thread per waiting warpgroup; two cores' worth of threads deadlock.
+os.environ.setdefault("PJRT_NPROC", "32")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
