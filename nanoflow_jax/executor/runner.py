@@ -1,0 +1,266 @@
+"""The device side of the engine: owns weights, KV pool and last tokens; compiles a fixed set of steps and launches them.
+
+A step is two executables: `forward` (rows' logits, pool updated in place) and `sample` (tokens out, last tokens updated in
+place). Both read the batch from one packed int32 array. Everything is compiled in `warm_up`; `launch` only looks up.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor import sequential
+from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
+from nanoflow_jax.models.decoder import Decoder, decoder_partition
+from nanoflow_jax.parallel import ParallelLayout
+from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
+
+MAX_LOGPROBS = 20
+# What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
+_DEFAULT_POOL_BYTES = 1 << 30
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """What to compile and how large to make the pool.
+
+    Attributes:
+      b_dense: tokens of the largest step.
+      max_sequences: sequences that may run at once, at most b_dense.
+      page_size: tokens per KV page.
+      num_pages: size of the pool, dummy page included; None sizes it from free device memory.
+      max_context: longest prompt plus output; None takes the model's. It sets the width of block tables.
+      memory_fraction: share of the free device memory that the pool may take when num_pages is None.
+    """
+
+    b_dense: int = 256
+    max_sequences: int = 64
+    page_size: int = 16
+    num_pages: int | None = None
+    max_context: int | None = None
+    memory_fraction: float = 0.9
+
+    def __post_init__(self) -> None:
+        for field in ("b_dense", "max_sequences", "page_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"RunnerConfig: {field}={getattr(self, field)} must be positive")
+        if self.max_sequences > self.b_dense:
+            raise ValueError(
+                f"RunnerConfig: max_sequences={self.max_sequences} exceeds b_dense={self.b_dense}; each sequence takes a token"
+            )
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"RunnerConfig: memory_fraction={self.memory_fraction} must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step sampled, per batch row; rows that sample nothing hold arbitrary values.
+
+    `logprobs` is the log-softmax of the raw logits at the token; `top_ids`, `top_logprobs` are `[S, n]` or None.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+class InFlightStep:
+    """A launched step. `result` waits for it; `wait_s` then tells how long the host waited for the device."""
+
+    def __init__(self, packed_result: jax.Array, num_logprobs: int):
+        self._packed_result = packed_result
+        self._num_logprobs = num_logprobs
+        self.wait_s = 0.0
+
+    def result(self) -> StepResult:
+        start = time.perf_counter()
+        packed = np.asarray(self._packed_result)
+        self.wait_s = time.perf_counter() - start
+        n = self._num_logprobs
+        token_ids, logprobs = packed[:, 0], packed[:, 1].view(np.float32)
+        if n == 0:
+            return StepResult(token_ids, logprobs, None, None)
+        return StepResult(token_ids, logprobs, packed[:, 2 : 2 + n], packed[:, 2 + n :].view(np.float32))
+
+
+def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, smallest: int = 16) -> tuple[BatchShape, ...]:
+    """Powers of two from `smallest` below `b_dense`, then `b_dense` itself: small steps do not pay for the dense batch."""
+    sizes = itertools.takewhile(lambda size: size < b_dense, (smallest << i for i in itertools.count()))
+    return tuple(BatchShape(size, min(size, max_sequences), pages_per_seq) for size in (*sizes, b_dense))
+
+
+class ModelRunner:
+    """Runs steps of one model on one mesh. Not thread-safe: one thread launches, in order.
+
+    Attributes:
+      shapes: the compiled batch shapes, ascending; the last has b_dense tokens.
+      num_pages: pages of the pool, the dummy page 0 included.
+      pages_per_seq: columns of a block table; bounds prompt plus output of a sequence.
+      num_compilations: executables compiled so far; constant once `warm_up` has returned.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: ParallelLayout,
+        mesh: jax.sharding.Mesh,
+        decoder: Decoder,
+        options: RunnerConfig,
+        dtype: jnp.dtype,
+    ):
+        self.config = config
+        self.mesh = mesh
+        self.page_size = options.page_size
+        self.max_sequences = options.max_sequences
+        self.max_context = min(options.max_context or config.max_context, config.max_context)
+        self.pages_per_seq = -(-self.max_context // options.page_size)
+        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq)
+        self.num_compilations = 0
+        bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
+        self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
+        self._layout = layout
+        self._graph, self._weights = nnx.split(decoder)
+        self._cache = create_kv_cache(
+            config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype
+        )
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
+        self._forwards: dict[BatchShape, Any] = {}
+        self._samplers: dict[tuple[BatchShape, SamplingMode, int], Any] = {}
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool over all ranks."""
+        return sum(pages.nbytes for pages in (*self._cache.k_pages, *self._cache.v_pages))
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every executable that a step can need and runs each forward once on an empty batch.
+
+        Args:
+          progress: called with (what is compiled next, done, total).
+        """
+        samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
+        total = len(self.shapes) + len(samplers)
+        report = progress or (lambda *_: None)
+        for done, shape in enumerate(self.shapes):
+            report(f"step of {shape.num_tokens} tokens", done, total)
+            self._forwards[shape] = self._compile(self._forward_jit(shape), *self._forward_args(shape))
+        for done, (shape, mode, num_logprobs) in enumerate(samplers, start=len(self.shapes)):
+            report(f"{mode.value} sampling of {shape.num_rows} rows", done, total)
+            key = (shape, mode, num_logprobs)
+            self._samplers[key] = self._compile(self._sample_jit(*key), *self._sample_args(shape))
+        report("ready", total, total)
+
+    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> InFlightStep:
+        """Starts one step and returns at once. Steps run in launch order.
+
+        Args:
+          num_logprobs: likeliest tokens to return per row, at most MAX_LOGPROBS.
+
+        Raises:
+          KeyError: `batch` has a shape that `warm_up` did not compile.
+        """
+        if not 0 <= num_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"{num_logprobs=} must lie in [0, {MAX_LOGPROBS}]")
+        width = MAX_LOGPROBS if num_logprobs else 0
+        forward = self._forwards[batch.shape]
+        sampler = self._samplers[batch.shape, sampling_mode(batch), width]
+        packed = jax.device_put(pack(batch), self._replicated)
+        row_logits, self._cache = forward(self._weights, self._cache, self._last_tokens, packed)
+        packed_result, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
+        packed_result.copy_to_host_async()
+        return InFlightStep(packed_result, width)
+
+    def forward_memory(self, shape: BatchShape) -> Any:
+        """XLA's memory analysis of a compiled forward: arguments, aliased outputs, temporaries."""
+        return self._forwards[shape].memory_analysis()
+
+    def _pages_from_memory(self, options: RunnerConfig, bytes_per_page: int) -> int:
+        free = free_device_bytes(self.mesh.devices.flat[0])
+        budget = _DEFAULT_POOL_BYTES if free is None else int(free * options.memory_fraction)
+        # More than every sequence at full length can never be used.
+        useful = 1 + options.max_sequences * self.pages_per_seq
+        reserve = 0 if free is None else self._activation_bytes(options)
+        return min(useful, pages_that_fit(budget, bytes_per_page, reserve_bytes=reserve))
+
+    def _activation_bytes(self, options: RunnerConfig) -> int:
+        """An upper estimate of a step's temporaries: the logits twice in float32, and a few layers' widest activations."""
+        widest = max(2 * self.config.d_ff * max(1, self.config.experts_per_token), 4 * self.config.d_model)
+        vocab = self.config.vocab_size
+        return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
+
+    def _compile(self, jitted: Any, *args: Any) -> Any:
+        self.num_compilations += 1
+        return jitted.lower(*args).compile()
+
+    def _forward_args(self, shape: BatchShape) -> tuple:
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
+        return self._weights, self._cache, self._last_tokens, packed
+
+    def _forward_jit(self, shape: BatchShape) -> Any:
+        graph, config = self._graph, self.config
+
+        def forward(weights, cache: KVCache, last_tokens: jax.Array, packed: jax.Array):
+            decoder = nnx.merge(graph, weights)
+            return sequential.forward(config, decoder, cache, last_tokens, unpack(packed, shape))
+
+        replicated = PartitionSpec()
+        sharded = jax.shard_map(
+            forward,
+            mesh=self.mesh,
+            in_specs=(decoder_partition(config, self._layout), KV_PARTITION, replicated, replicated),
+            out_specs=(replicated, KV_PARTITION),
+            check_vma=False,
+        )
+        return jax.jit(sharded, donate_argnums=1)
+
+    def _sample_args(self, shape: BatchShape) -> tuple:
+        row_logits = jax.ShapeDtypeStruct(
+            (shape.num_rows, self._layout.padded_vocab_size), jnp.float32, sharding=self._replicated
+        )
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
+        return row_logits, self._last_tokens, packed
+
+    def _sample_jit(self, shape: BatchShape, mode: SamplingMode, num_logprobs: int) -> Any:
+        step = functools.partial(_sample_step, shape=shape, mode=mode, num_logprobs=num_logprobs)
+        return jax.jit(step, donate_argnums=1, out_shardings=(self._replicated, self._replicated))
+
+
+def _sample_step(
+    row_logits: jax.Array, last_tokens: jax.Array, packed: jax.Array, *, shape: BatchShape, mode: SamplingMode, num_logprobs: int
+) -> tuple[jax.Array, jax.Array]:
+    """Samples every row; returns int32[S, 2 + 2 n] (token, logprob bits, top ids, top logprob bits) and the new last tokens."""
+    batch = unpack(packed, shape)
+    sampled = sample(row_logits, batch, mode, num_logprobs)
+    # Rows that sample nothing have sequence row -1; as an index that would be the last row, so they are sent out of range.
+    target = jnp.where(batch.sequence_rows < 0, last_tokens.shape[0], batch.sequence_rows)
+    last_tokens = last_tokens.at[target].set(sampled.token_ids, mode="drop")
+    columns = [sampled.token_ids[:, None], _bits(sampled.logprobs)[:, None]]
+    if num_logprobs:
+        columns += [sampled.top_ids, _bits(sampled.top_logprobs)]
+    return jnp.concatenate(columns, axis=1), last_tokens
+
+
+def _bits(x: jax.Array | None) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
+    """Keeps compiled executables on disk, so that the next start of the same model loads them. Process-wide; call it first."""
+    jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -1,0 +1,54 @@
+"""The reference executor: the whole dense batch through one operation after another. Every other executor must match it."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nanoflow_jax.batch import Batch
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.kv_cache import KVCache
+from nanoflow_jax.models.decoder import Decoder
+from nanoflow_jax.operations import OPERATIONS, embed, layer_operations, logits, step_inputs
+
+Probe = Callable[[int, str, dict[str, Array]], None]
+
+
+def forward(
+    config: ModelConfig,
+    decoder: Decoder,
+    cache: KVCache,
+    last_tokens: Array,
+    batch: Batch,
+    probe: Probe | None = None,
+) -> tuple[Float[Array, "S V"], KVCache]:
+    """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
+
+    Args:
+      last_tokens: int32[max_sequences], the token sampled last for each sequence row.
+      probe: called after each operation with (layer index, operation, values by name); for comparing executors.
+    """
+    step = step_inputs(config, batch)
+    x = embed(decoder, input_tokens(batch, last_tokens))
+    k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
+    for i, layer in enumerate(decoder.layers):
+        values = {"x": x, "k_pages": k_pages[i], "v_pages": v_pages[i]}
+        for name in layer_operations(config):
+            operation = OPERATIONS[name]
+            written = operation.apply(config, step, layer, *(values[read] for read in operation.reads))
+            values.update(zip(operation.writes, written, strict=True))
+            if probe is not None:
+                probe(i, name, values)
+        x, k_pages[i], v_pages[i] = values["x"], values["k_pages"], values["v_pages"]
+    return logits(config, decoder, last_of_rows(batch, x)), KVCache(k_pages, v_pages)
+
+
+def input_tokens(batch: Batch, last_tokens: Array) -> Array:
+    """int32[T]: token ids from the host, or from the device where the host has not seen them yet."""
+    fed_back = last_tokens[jnp.maximum(batch.token_rows, 0)]
+    return jnp.where(batch.token_rows >= 0, fed_back, batch.token_ids)
+
+
+def last_of_rows(batch: Batch, x: Float[Array, "T D"]) -> Float[Array, "S D"]:
+    """Hidden state of each row's last token; of token 0 for unused rows."""
+    return x[jnp.maximum(batch.q_starts + batch.q_lens - 1, 0)]

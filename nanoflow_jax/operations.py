@@ -1,0 +1,197 @@
+"""Each operation of a layer as a pure function over a flat token axis, and the table that executors walk.
+
+Functions see one rank's share (they run under shard_map). An operation reads and writes named values; an executor decides for
+which tokens, in which order and beside what it runs. This module is the only caller of kernels.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from nanoflow_jax.batch import Batch
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.models.decoder import Decoder, DecoderLayer
+from nanoflow_jax.parallel import TP, all_gather_columns, all_reduce
+from pallas_kernels import reference as kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """What the operations of a step need besides weights and activations: the batch for tokens [start, stop).
+
+    T tokens of the range, B rows that may decode (token i of the range is row i, while it is under `num_decode`), S rows.
+    """
+
+    is_decode: jax.Array  # bool[T]
+    slots: jax.Array  # int32[T]
+    cos: jax.Array  # float32[T, H / 2]
+    sin: jax.Array  # float32[T, H / 2]
+    decode_tables: jax.Array  # int32[B, pages]
+    decode_kv_lens: jax.Array  # int32[B]; 0 where the row does not decode
+    block_tables: jax.Array  # int32[S, pages]
+    kv_lens: jax.Array  # int32[S], up to the range's last token of the row
+    q_starts: jax.Array  # int32[S], within the range
+    q_lens: jax.Array  # int32[S]; 0 for decoding rows and rows outside the range
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """float64[H / 2]: radians per position, with Llama-3 scaling where the model has it.
+
+    Source: the `llama3` rope type of Hugging Face transformers. Wavelengths beyond original_max_context / low_freq_factor are
+    stretched by `factor`, those under original_max_context / high_freq_factor are kept, and those between are blended.
+    """
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_context * frequencies / (2 * np.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def step_inputs(config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None) -> StepInputs:
+    """The inputs for tokens [start, stop) of the batch, by default all; a prefill row's queries are clipped to the range."""
+    shape = batch.shape
+    stop = shape.num_tokens if stop is None else stop
+    if not 0 <= start < stop <= shape.num_tokens:
+        raise ValueError(f"token range [{start}, {stop}) does not lie in a batch of {shape.num_tokens}")
+    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
+    angles = batch.positions[start:stop, None].astype(jnp.float32) * frequencies[None]
+    decode_rows = slice(min(start, shape.num_rows), min(stop, shape.num_rows))
+    row = jnp.arange(shape.num_rows, dtype=jnp.int32)
+    decoding = row < batch.num_decode
+    first = jnp.clip(batch.q_starts, start, stop)
+    last = jnp.clip(batch.q_starts + batch.q_lens, start, stop)
+    q_lens = jnp.where(decoding, 0, last - first)
+    return StepInputs(
+        is_decode=jnp.arange(start, stop, dtype=jnp.int32) < batch.num_decode,
+        slots=batch.slots[start:stop],
+        cos=jnp.cos(angles),
+        sin=jnp.sin(angles),
+        decode_tables=batch.block_tables[decode_rows],
+        decode_kv_lens=jnp.where(decoding, batch.kv_lens, 0)[decode_rows],
+        block_tables=batch.block_tables,
+        kv_lens=batch.kv_lens - (batch.q_starts + batch.q_lens - last),
+        q_starts=first - start,
+        q_lens=q_lens,
+    )
+
+
+def embed(decoder: Decoder, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """Rows of the embedding; each rank holds a slice of the vocabulary and contributes zeros for the rest."""
+    table = decoder.embed[...]
+    local = token_ids - jax.lax.axis_index(TP) * table.shape[0]
+    mine = (local >= 0) & (local < table.shape[0])
+    return all_reduce(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
+
+
+def logits(config: ModelConfig, decoder: Decoder, x: Float[Array, "S D"]) -> Float[Array, "S V"]:
+    """float32 logits over the padded vocabulary; ids that pad it are -inf and can never be sampled."""
+    h = rms_norm(config, decoder.final_norm[...], x)
+    if decoder.lm_head is None:
+        contracting = (((1,), (1,)), ((), ()))
+        local = jax.lax.dot_general(h, decoder.embed[...], contracting, preferred_element_type=jnp.float32)
+    else:
+        local = jnp.matmul(h, decoder.lm_head[...], preferred_element_type=jnp.float32)
+    full = all_gather_columns(local)
+    return jnp.where(jnp.arange(full.shape[1], dtype=jnp.int32)[None] < config.vocab_size, full, -jnp.inf)
+
+
+def rms_norm(config: ModelConfig, weight: Float[Array, " D"], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """x / rms(x) * weight, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
+
+
+def qkv_proj(layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T K G_plus_2 H"]:
+    """Queries, key and value of each KV head, with the bias where the model has one."""
+    bias = None if layer.qkv_bias is None else layer.qkv_bias[...]
+    return kernels.gemm(h, layer.qkv_proj[...], bias=bias)
+
+
+def decode_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
+    """Attention of the decoding tokens; zeros for the others."""
+    num_rows = step.decode_kv_lens.shape[0]
+    out = kernels.decode_attention(q[:num_rows], k_pages, v_pages, step.decode_tables, step.decode_kv_lens)
+    return jnp.pad(out, ((0, q.shape[0] - num_rows), (0, 0), (0, 0), (0, 0)))
+
+
+def prefill_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
+    """Attention of the prompt chunks; undefined for decoding tokens and padding."""
+    return kernels.prefill_attention(q, k_pages, v_pages, step.block_tables, step.kv_lens, step.q_starts, step.q_lens)
+
+
+def o_proj(step: StepInputs, layer: DecoderLayer, decoded: Array, prefilled: Array) -> Float[Array, "T D"]:
+    """This rank's part of the attention output projection."""
+    attended = jnp.where(step.is_decode[:, None, None, None], decoded, prefilled)
+    return kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...])
+
+
+def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
+    """Experts of each token, int32[T, experts_per_token], and their weights: softmax over all, then renormalised over the chosen."""
+    scores = jnp.matmul(h, layer.router[...], preferred_element_type=jnp.float32)
+    weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts_per_token)
+    return experts, weights / weights.sum(-1, keepdims=True)
+
+
+def experts(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array) -> Float[Array, "T D"]:
+    """This rank's part of the mixture: tokens sorted by expert, two grouped GEMMs, weighted sum back per token."""
+    T, top = chosen.shape
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    group_sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
+    hidden = kernels.grouped_gemm(h[order // top], layer.experts_gate_up[...], group_sizes, swiglu=True)
+    out = kernels.grouped_gemm(hidden, layer.experts_down[...], group_sizes)
+    per_choice = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(T, top, -1)
+    return jnp.einsum("tkd,tk->td", per_choice.astype(jnp.float32), weights).astype(h.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A node of the layer's graph: `apply(config, step, layer, *reads) -> writes`, each a tuple of named values."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    apply: Callable[..., tuple[Array, ...]]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.attn_norm[...], x),)),
+    "qkv_proj": Operation(("h",), ("qkv",), lambda c, s, l, h: (qkv_proj(l, h),)),
+    "append_kv": Operation(
+        ("qkv", "k_pages", "v_pages"),
+        ("q", "k_pages", "v_pages"),
+        lambda c, s, l, qkv, k, v: kernels.append_kv(qkv, s.cos, s.sin, s.slots, k, v),
+    ),
+    "decode_attention": Operation(
+        ("q", "k_pages", "v_pages"), ("decoded",), lambda c, s, l, q, k, v: (decode_attention(s, q, k, v),)
+    ),
+    "prefill_attention": Operation(
+        ("q", "k_pages", "v_pages"), ("prefilled",), lambda c, s, l, q, k, v: (prefill_attention(s, q, k, v),)
+    ),
+    "o_proj": Operation(("decoded", "prefilled"), ("o",), lambda c, s, l, d, p: (o_proj(s, l, d, p),)),
+    "attn_all_reduce": Operation(("o", "x"), ("x",), lambda c, s, l, o, x: (x + all_reduce(o),)),
+    "ffn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.ffn_norm[...], x),)),
+    "gate_up_proj": Operation(
+        ("h",), ("ffn",), lambda c, s, l, h: (kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)
+    ),
+    "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (kernels.gemm(f, l.down_proj[...]),)),
+    "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
+    "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, l, h, e, w),)),
+    "ffn_all_reduce": Operation(("down", "x"), ("x",), lambda c, s, l, d, x: (x + all_reduce(d),)),
+}
+
+
+def layer_operations(config: ModelConfig) -> tuple[str, ...]:
+    """Names of a layer's operations in an order that respects their reads and writes."""
+    attention = (
+        "attn_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "o_proj", "attn_all_reduce", "ffn_norm",
+    )  # fmt: skip
+    feed_forward = ("router", "experts") if config.is_moe else ("gate_up_proj", "down_proj")
+    return (*attention, *feed_forward, "ffn_all_reduce")

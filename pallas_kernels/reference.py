@@ -1,0 +1,180 @@
+"""Every kernel in plain jnp with float32 accumulation: the truth in tests, and the path of devices without compiled kernels.
+
+The attentions walk rows, query tiles and KV chunks in loops whose trip counts are data, so work follows the real lengths and no
+gathered copy of the cache is ever larger than a chunk.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+# Tokens of K and V that one loop iteration reads, and query tokens that share them in prefill.
+_KV_CHUNK = 128
+_QUERY_TILE = 32
+_MASKED = -1e30
+
+
+def gemm(
+    a: Float[Array, "M K"],
+    b: Float[Array, "K *N"],
+    *,
+    bias: Float[Array, "*N"] | None = None,
+    residual: Float[Array, "M N_out"] | None = None,
+    swiglu: bool = False,
+) -> Float[Array, "M N_out"]:
+    """a b, then bias, then silu(gate) * up (`swiglu`: b is [K, 2, N]), then the residual; float32 until the result is stored.
+
+    Axes of b behind the first are kept without `swiglu`, so a projection onto heads comes out as [M, heads, head_dim].
+    """
+    out = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None]
+    if swiglu:
+        out = jax.nn.silu(out[:, 0]) * out[:, 1]
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    return out.astype(a.dtype)
+
+
+def grouped_gemm(
+    x: Float[Array, "M K"], w: Float[Array, "E K *N"], group_sizes: Int[Array, " E"], *, swiglu: bool = False
+) -> Float[Array, "M N_out"]:
+    """Rows of x, sorted by expert, each times its expert's matrix; rows behind the last group are undefined."""
+    E, K = w.shape[:2]
+    out = lax.ragged_dot(x, w.reshape(E, K, -1), group_sizes, preferred_element_type=jnp.float32)
+    if swiglu:
+        gate, up = jnp.split(out, 2, axis=1)
+        out = jax.nn.silu(gate) * up
+    return out.astype(x.dtype)
+
+
+def rotate(x: Float[Array, "T *heads H"], cos: Float[Array, "T H_2"], sin: Float[Array, "T H_2"]) -> Float[Array, "T *heads H"]:
+    """Rotary embedding of the rotate-half form, in float32."""
+    spread = (x.shape[0],) + (1,) * (x.ndim - 2) + (cos.shape[1],)
+    cos, sin = cos.reshape(spread), sin.reshape(spread)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def append_kv(
+    qkv: Float[Array, "T K G_plus_2 H"],
+    cos: Float[Array, "T H_2"],
+    sin: Float[Array, "T H_2"],
+    slots: Int[Array, " T"],
+    k_pages: Float[Array, "P K page_size H"],
+    v_pages: Float[Array, "P K page_size H"],
+) -> tuple[Float[Array, "T K G H"], Float[Array, "P K page_size H"], Float[Array, "P K page_size H"]]:
+    """Rotates queries and keys, writes keys and values to their slots; slot -1 writes nothing. Slots are distinct."""
+    num_pages, _, page_size, _ = k_pages.shape
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    # A page beyond the pool is what "drop" drops; a negative one would wrap around to the last page.
+    page, offset = jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
+    write = functools.partial(_write_slots, page=page, offset=offset)
+    return rotate(q, cos, sin), write(k_pages, rotate(k, cos, sin)), write(v_pages, v)
+
+
+def _write_slots(pages: Array, rows: Array, *, page: Array, offset: Array) -> Array:
+    return pages.at[page, :, offset].set(rows.astype(pages.dtype), mode="drop")
+
+
+def decode_attention(
+    q: Float[Array, "B K G H"],
+    k_pages: Float[Array, "P K page_size H"],
+    v_pages: Float[Array, "P K page_size H"],
+    block_tables: Int[Array, "B pages"],
+    kv_lens: Int[Array, " B"],
+) -> Float[Array, "B K G H"]:
+    """Attention of one query token per row over its pages; rows with kv_len 0 return zeros."""
+    tables = _whole_chunks(block_tables, k_pages.shape[2])
+
+    def attend(row: Array, out: Array) -> Array:
+        q_row = lax.dynamic_slice_in_dim(q, row, 1)
+        last = (kv_lens[row] - 1)[None]
+        return lax.dynamic_update_slice_in_dim(out, _attend(q_row, last, k_pages, v_pages, tables[row]), row, 0)
+
+    return lax.fori_loop(0, q.shape[0], attend, jnp.zeros_like(q))
+
+
+def prefill_attention(
+    q: Float[Array, "T K G H"],
+    k_pages: Float[Array, "P K page_size H"],
+    v_pages: Float[Array, "P K page_size H"],
+    block_tables: Int[Array, "S pages"],
+    kv_lens: Int[Array, " S"],
+    q_starts: Int[Array, " S"],
+    q_lens: Int[Array, " S"],
+) -> Float[Array, "T K G H"]:
+    """Causal attention of ragged chunks whose keys, this step's included, are in the cache.
+
+    Query j of row s is token q_starts[s] + j and has position kv_lens[s] - q_lens[s] + j. Tokens that no row covers return zeros.
+    """
+    tables = _whole_chunks(block_tables, k_pages.shape[2])
+    T = q.shape[0]
+    # Room behind the last token, so that a tile that begins near the end is not shifted by the slice's clamping.
+    padded = jnp.pad(q, ((0, _QUERY_TILE), (0, 0), (0, 0), (0, 0)))
+    lane = jnp.arange(_QUERY_TILE, dtype=jnp.int32)
+
+    def row_body(row: Array, out: Array) -> Array:
+        def tile_body(tile: Array, out: Array) -> Array:
+            first = tile * _QUERY_TILE
+            start = q_starts[row] + first
+            covered = first + lane < q_lens[row]
+            position = jnp.where(covered, kv_lens[row] - q_lens[row] + first + lane, -1)
+            result = _attend(
+                lax.dynamic_slice_in_dim(padded, start, _QUERY_TILE), position, k_pages, v_pages, tables[row]
+            )
+            before = lax.dynamic_slice_in_dim(out, start, _QUERY_TILE)
+            merged = jnp.where(covered[:, None, None, None], result, before)
+            return lax.dynamic_update_slice_in_dim(out, merged, start, 0)
+
+        return lax.fori_loop(0, (q_lens[row] + _QUERY_TILE - 1) // _QUERY_TILE, tile_body, out)
+
+    return lax.fori_loop(0, q_lens.shape[0], row_body, jnp.zeros_like(padded))[:T]
+
+
+def _whole_chunks(block_tables: Array, page_size: int) -> Array:
+    """Pads tables to a whole number of chunks: a slice past the end would be moved back and read the wrong pages."""
+    pages_per_chunk = max(1, _KV_CHUNK // page_size)
+    return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages_per_chunk)))
+
+
+def _attend(
+    q: Float[Array, "Tq K G H"],
+    last: Int[Array, " Tq"],
+    k_pages: Float[Array, "P K page_size H"],
+    v_pages: Float[Array, "P K page_size H"],
+    table: Int[Array, " pages"],
+) -> Float[Array, "Tq K G H"]:
+    """Online softmax of queries over one sequence's positions 0 .. last (inclusive, per query; -1 attends to nothing)."""
+    Tq, K, G, H = q.shape
+    page_size = k_pages.shape[2]
+    pages_per_chunk = max(1, _KV_CHUNK // page_size)
+    chunk = pages_per_chunk * page_size
+    scaled = q.astype(jnp.float32) * H**-0.5
+
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, out = carry
+        ids = lax.dynamic_slice_in_dim(table, i * pages_per_chunk, pages_per_chunk)
+        seen = (i * chunk + jnp.arange(chunk, dtype=jnp.int32))[None] <= last[:, None]
+        # Whatever lies behind the end of a sequence (it may be NaN) must not reach the products.
+        live = seen.any(0).reshape(pages_per_chunk, 1, page_size, 1)
+        k = jnp.where(live, k_pages[ids], 0).astype(jnp.float32)
+        v = jnp.where(live, v_pages[ids], 0).astype(jnp.float32)
+        scores = jnp.einsum("tkgh,ckph->tkgcp", scaled, k).reshape(Tq, K, G, chunk)
+        scores = jnp.where(seen[:, None, None], scores, _MASKED)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        weights = jnp.where(seen[:, None, None], jnp.exp(scores - new_peak[..., None]), 0.0)
+        shrink = jnp.exp(peak - new_peak)
+        gain = jnp.einsum("tkgcp,ckph->tkgh", weights.reshape(Tq, K, G, pages_per_chunk, page_size), v)
+        return new_peak, total * shrink + weights.sum(-1), out * shrink[..., None] + gain
+
+    start = (
+        jnp.full((Tq, K, G), _MASKED, jnp.float32),
+        jnp.zeros((Tq, K, G), jnp.float32),
+        jnp.zeros((Tq, K, G, H), jnp.float32),
+    )
+    _, total, out = lax.fori_loop(0, (last.max() + chunk) // chunk, body, start)
+    return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
