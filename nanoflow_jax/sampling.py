@@ -5,6 +5,7 @@ counting (or summing) passes over [S, V], which the compiler fuses, and exact fo
 """
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -56,11 +57,12 @@ def sample(logits: Float[Array, "S V"], batch: Batch, mode: SamplingMode, num_lo
     token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if mode is not SamplingMode.GREEDY:
         hot = batch.temperature > 0
-        scaled = logits / jnp.where(hot, batch.temperature, 1.0)[:, None]
+        # The likeliest token stays at 0, so that no temperature, however small, overflows into inf - inf.
+        temperature = jnp.where(hot, jnp.maximum(batch.temperature, jnp.finfo(jnp.float32).tiny), 1.0)
+        scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
         if mode is SamplingMode.FILTERED:
-            scaled = _filter(scaled, batch.top_k, batch.top_p, batch.min_p)
-        noise = _gumbel(batch.seeds, batch.kv_lens, logits.shape[1])
-        drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+            scaled = _filter(scaled, batch)
+        drawn = jnp.argmax(scaled + _gumbel(batch, logits.shape[1]), axis=-1).astype(jnp.int32)
         token_ids = jnp.where(hot, drawn, token_ids)
     logprobs = jnp.take_along_axis(logits, token_ids[:, None], axis=1) - log_normaliser
     if num_logprobs == 0:
@@ -69,42 +71,42 @@ def sample(logits: Float[Array, "S V"], batch: Batch, mode: SamplingMode, num_lo
     return Sampled(token_ids, logprobs[:, 0], top_ids.astype(jnp.int32), top_logits - log_normaliser)
 
 
-def _gumbel(seeds: UInt[Array, " S"], kv_lens: Int[Array, " S"], vocab_size: int) -> Float[Array, "S V"]:
+def _gumbel(batch: Batch, vocab_size: int) -> Float[Array, "S V"]:
     """argmax(logits + Gumbel noise) is a draw from softmax(logits)."""
 
     def row(seed: jax.Array, kv_len: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), kv_len), (vocab_size,), jnp.float32)
 
-    return jax.vmap(row)(seeds, kv_lens)
+    return jax.vmap(row)(jnp.asarray(batch.seeds), jnp.asarray(batch.kv_lens))
 
 
-def _filter(
-    scaled: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"], min_p: Float[Array, " S"]
-) -> Float[Array, "S V"]:
+def _filter(scaled: Float[Array, "S V"], batch: Batch) -> Float[Array, "S V"]:
     """`scaled` with -inf for every token that a filter removes; at least the likeliest stays."""
     keys = _ordered_bits(scaled)
     highest = jnp.max(keys, axis=-1)
     probs = jax.nn.softmax(scaled, axis=-1)
 
-    count = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[1]), scaled.shape[1])
+    vocab_size = scaled.shape[1]
+    count = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocab_size), vocab_size)
     k_key = _largest_key(lambda key: jnp.sum(keys >= key[:, None], axis=-1, dtype=jnp.int32) >= count, highest)
     kept = jnp.where(keys >= k_key[:, None], probs, 0.0)
 
-    mass = jnp.where(top_p < 1, top_p * jnp.sum(kept, axis=-1), jnp.inf)
+    # Mass that rounding keeps out of reach leaves the threshold at 0, which keeps everything.
+    mass = jnp.where(batch.top_p < 1, batch.top_p * jnp.sum(kept, axis=-1), jnp.inf)
     p_key = _largest_key(lambda key: jnp.sum(jnp.where(keys >= key[:, None], kept, 0.0), axis=-1) >= mass, highest)
 
-    likely = probs >= min_p[:, None] * jnp.max(probs, axis=-1, keepdims=True)
+    likely = probs >= jnp.asarray(batch.min_p)[:, None] * jnp.max(probs, axis=-1, keepdims=True)
     return jnp.where((keys >= jnp.maximum(k_key, p_key)[:, None]) & likely, scaled, -jnp.inf)
 
 
 def _ordered_bits(x: Float[Array, "S V"]) -> UInt[Array, "S V"]:
     """uint32 with the order of the floats; -0.0 and 0.0 get one key."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest_key(holds, highest: UInt[Array, " S"]) -> UInt[Array, " S"]:
+def _largest_key(holds: Callable[[jax.Array], jax.Array], highest: UInt[Array, " S"]) -> UInt[Array, " S"]:
     """The largest key up to `highest` at which `holds` is true; it is true of every smaller key. 0 if of none."""
 
     def step(i: jax.Array, key: jax.Array) -> jax.Array:
