@@ -1,0 +1,5 @@
+"""Weights from where they are stored to a `Decoder` on the mesh."""
+
+from nanoflow_jax.checkpoints.layout import CheckpointError as CheckpointError
+from nanoflow_jax.checkpoints.load import LoadedModel as LoadedModel
+from nanoflow_jax.checkpoints.load import load_model as load_model

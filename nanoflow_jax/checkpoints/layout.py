@@ -1,0 +1,204 @@
+"""From checkpoint tensors, named and shaped as Hugging Face does, to our parameters: pure numpy, one shard at a time.
+
+A `Recipe` says which tensors make a parameter and builds any rectangular part of it. Hugging Face linear weights are
+`[out, in]`. Query head n belongs to KV head n // G; where each KV head is held by r ranks, our head k is copy k % r of theirs
+number k // r with G / r of its queries, so that queries (and with them the rows of the output projection) keep their order
+and only keys and values are copied.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.parallel import ParallelLayout
+
+Index = tuple[slice, ...]
+Arrays = Sequence[np.ndarray]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: torn, hostile, of another model, or of a kind that is not handled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, not yet read. `read` gives an array of `shape`; where the file allows it, a mapped view."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One parameter: `sources` names its tensors and their shapes; `build(arrays, index)` makes the part `index` of it.
+
+    Arrays come in the order of `sources`; `index` holds one slice with start and stop per dimension of the parameter. The
+    result may be a view of the arrays.
+    """
+
+    sources: Mapping[str, tuple[int, ...]]
+    build: Callable[[Arrays, Index], np.ndarray]
+
+
+def recipes(config: ModelConfig, layout: ParallelLayout) -> dict[str, Recipe]:
+    """Parameter path, as in `models.decoder.parameter_specs`, -> recipe."""
+    V, D = config.vocab_size, config.d_model
+    table = {"embed": Recipe({"model.embed_tokens.weight": (V, D)}, _rows_padded(layout.padded_vocab_size))}
+    for i in range(config.num_layers):
+        layer = _layer_recipes(config, layout, f"model.layers.{i}.")
+        table.update({f"layers.{i}.{name}": recipe for name, recipe in layer.items()})
+    table["final_norm"] = Recipe({"model.norm.weight": (D,)}, _same)
+    if not config.tie_embeddings:
+        pad_rows = _rows_padded(layout.padded_vocab_size)
+        table["lm_head"] = Recipe({"lm_head.weight": (V, D)}, lambda arrays, index: pad_rows(arrays, (index[1], index[0])).T)
+    return table
+
+
+def _layer_recipes(config: ModelConfig, layout: ParallelLayout, prefix: str) -> dict[str, Recipe]:
+    D, F, E = config.d_model, config.d_ff, config.num_experts
+    attn = prefix + "self_attn."
+    qkv_rows = {"q": config.q_dim, "k": config.kv_dim, "v": config.kv_dim}
+    heads = _heads(layout, config.head_dim)
+    table = {
+        "attn_norm": Recipe({prefix + "input_layernorm.weight": (D,)}, _same),
+        "qkv_proj": Recipe({f"{attn}{x}_proj.weight": (rows, D) for x, rows in qkv_rows.items()}, _qkv_proj(heads)),
+        "o_proj": Recipe({attn + "o_proj.weight": (D, config.q_dim)}, _transposed),
+        "ffn_norm": Recipe({prefix + "post_attention_layernorm.weight": (D,)}, _same),
+    }
+    if config.qkv_bias:
+        table["qkv_bias"] = Recipe({f"{attn}{x}_proj.bias": (rows,) for x, rows in qkv_rows.items()}, heads)
+    if not config.is_moe:
+        mlp = prefix + "mlp."
+        gate_up = {mlp + "gate_proj.weight": (F, D), mlp + "up_proj.weight": (F, D)}
+        table["gate_up_proj"] = Recipe(gate_up, _gate_up)
+        table["down_proj"] = Recipe({mlp + "down_proj.weight": (D, F)}, _transposed)
+        return table
+    moe = prefix + "block_sparse_moe."
+    gate_up = {f"{moe}experts.{e}.{w}.weight": (F, D) for e in range(E) for w in ("w1", "w3")}
+    down = {f"{moe}experts.{e}.w2.weight": (D, F) for e in range(E)}
+    table["router"] = Recipe({moe + "gate.weight": (E, D)}, _transposed)
+    table["experts_gate_up"] = Recipe(gate_up, _experts_gate_up)
+    table["experts_down"] = Recipe(
+        down, lambda arrays, index: np.stack([_transposed([w], index[1:]) for w in arrays[index[0]]])
+    )
+    return table
+
+
+def _same(arrays: Arrays, index: Index) -> np.ndarray:
+    return arrays[0][index]
+
+
+def _transposed(arrays: Arrays, index: Index) -> np.ndarray:
+    return arrays[0][index[1], index[0]].T
+
+
+def _rows_padded(num_rows: int) -> Callable[[Arrays, Index], np.ndarray]:
+    """Rows of a table that is continued with zeros up to `num_rows`."""
+
+    def build(arrays: Arrays, index: Index) -> np.ndarray:
+        rows, columns = index
+        table = arrays[0]
+        part = table[rows.start : min(rows.stop, len(table)), columns]
+        missing = min(rows.stop, num_rows) - rows.start - len(part)
+        return part if not missing else np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
+
+    return build
+
+
+def _heads(layout: ParallelLayout, head_dim: int) -> Callable[[Arrays, Index], np.ndarray]:
+    """q `[N H, ...]`, k and v `[K H, ...]` -> `[K, G + 2, H, ...]`, ours after replication; indexed by (K, G + 2, H) only."""
+    G, r = layout.group_size, layout.kv_replicas
+
+    def build(arrays: Arrays, index: Index) -> np.ndarray:
+        first, last = index[0].start, index[0].stop
+        rest = arrays[0].shape[1:]
+        queries = arrays[0][first * G * head_dim : last * G * head_dim].reshape(last - first, G, head_dim, *rest)
+        theirs = slice(first // r, -(-last // r))
+        copies = slice(first - theirs.start * r, last - theirs.start * r)
+        keys, values = (
+            np.repeat(x[theirs.start * head_dim : theirs.stop * head_dim].reshape(-1, 1, head_dim, *rest), r, axis=0)[copies]
+            for x in arrays[1:]
+        )
+        return np.concatenate([queries, keys, values], axis=1)[:, index[1], index[2]]
+
+    return build
+
+
+def _qkv_proj(heads: Callable[[Arrays, Index], np.ndarray]) -> Callable[[Arrays, Index], np.ndarray]:
+    return lambda arrays, index: np.moveaxis(heads([x[:, index[0]] for x in arrays], index[1:]), -1, 0)
+
+
+def _gate_up(arrays: Arrays, index: Index) -> np.ndarray:
+    """gate, up `[F, D]` -> `[D, 2, F]`."""
+    d, halves, f = index
+    return np.stack([w[f, d] for w in arrays])[halves].transpose(2, 0, 1)
+
+
+def _experts_gate_up(arrays: Arrays, index: Index) -> np.ndarray:
+    """gate and up of expert 0, of expert 1, ... -> `[E, D, 2, F]`."""
+    experts = range(len(arrays) // 2)[index[0]]
+    return np.stack([_gate_up(arrays[2 * e : 2 * e + 2], index[1:]) for e in experts])
+
+
+def full_index(shape: Sequence[int], index: Sequence[slice] | None = None) -> Index:
+    """`index` (by default, everything) with start and stop filled in."""
+    index = index if index is not None else (slice(None),) * len(shape)
+    return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
+
+
+# Tables that older exports store beside the weights; the model recomputes them from its config.
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+_MAX_NAMED = 8
+
+
+def select_tensors(config: ModelConfig, table: Mapping[str, Recipe], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `table` needs, after checking that the checkpoint holds exactly these, in their shapes.
+
+    Two extras are known to be harmless: stored rotary tables, and the output projection of a model with tied embeddings if
+    it equals the embedding.
+
+    Raises:
+      CheckpointError: tensors are missing, unknown or of another shape; the message names them.
+    """
+    wanted = {name: shape for recipe in table.values() for name, shape in recipe.sources.items()}
+    extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(_DERIVED_SUFFIX)}
+    if config.tie_embeddings and "lm_head.weight" in extra and _tied(tensors):
+        extra.remove("lm_head.weight")
+    faults = {
+        "missing": sorted(wanted.keys() - tensors.keys()),
+        "not part of the model": sorted(extra),
+        "wrongly shaped": [
+            f"{name} {tensors[name].shape}, expected {shape}"
+            for name, shape in wanted.items()
+            if name in tensors and tensors[name].shape != shape
+        ],
+    }
+    message = "; ".join(f"{kind}: {_name_some(names)}" for kind, names in faults.items() if names)
+    if message:
+        raise CheckpointError(f"{config.name}: tensors do not fit the model: {message}")
+    return {name: tensors[name] for name in wanted}
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> bool:
+    head, embed = tensors["lm_head.weight"], tensors.get("model.embed_tokens.weight")
+    return embed is not None and head.shape == embed.shape and np.array_equal(_bits(head.read()), _bits(embed.read()))
+
+
+def _name_some(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """The same array as unsigned integers: numpy moves and compares those much faster than extension types."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def packed(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """A contiguous copy of `x` as `dtype`. Always a copy: jax may keep the memory of an array that it is given."""
+    if x.dtype == dtype:
+        return _bits(x).copy(order="C").view(dtype)
+    return x.astype(dtype, order="C", copy=True)
