@@ -1,11 +1,322 @@
-"""The step loop."""
+"""The step loop: form and launch step i+1, then read the tokens of step i.
+
+Tokens travel from step to step on the device, so the host never waits before it launches. What that costs is exact and small: a
+request whose last token (EOS, stop string) is read in step i is in step i+1 once more, and that extra token is dropped.
+"""
+
+import secrets
+import time
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+
+from nanoflow_jax.batch import Batch, BatchShape
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.runtime.batcher import Batcher, FormedStep
+from nanoflow_jax.runtime.request import (
+    FinishReason,
+    Limits,
+    Request,
+    RequestEvent,
+    Timing,
+    TokenLogprobs,
+    Usage,
+    validate,
+)
+from nanoflow_jax.runtime.sequences import Sequence
+from nanoflow_jax.runtime.text import TextStream
+from nanoflow_jax.tokenizer import Tokenizer
 
 
-class EngineStats(msgspec.Struct):
-    """Filled in with the engine."""
+class Runner(Protocol):
+    """What the engine needs of `executor.runner.ModelRunner`; see there. `shapes` ascend, the last has B_dense tokens."""
+
+    config: ModelConfig
+    shapes: tuple[BatchShape, ...]
+    num_pages: int
+    page_size: int
+    pages_per_seq: int
+    max_context: int
+    max_sequences: int
+    num_compilations: int
+
+    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> Any: ...
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and the present state. Seconds are the host's.
+
+    Attributes:
+      steps, batch_tokens: steps launched and the tokens they computed; `padded_tokens` is the size of their shapes.
+      prompt_tokens: prompt tokens of admitted requests; `prefill_tokens` counts those computed, recomputed ones again.
+      output_tokens: tokens delivered (and billed); `dropped_tokens` were computed for requests that had ended.
+      finished: requests by finish reason.
+      form_s, launch_s, consume_s: host work; wait_s: time spent waiting for the device.
+    """
+
+    steps: int
+    batch_tokens: int
+    padded_tokens: int
+    prompt_tokens: int
+    prefill_tokens: int
+    output_tokens: int
+    dropped_tokens: int
+    preemptions: int
+    finished: dict[str, int]
+    form_s: float
+    launch_s: float
+    consume_s: float
+    wait_s: float
+    waiting: int
+    running: int
+    num_pages: int
+    free_pages: int
+    b_dense: int
+    num_compilations: int
 
 
 class Engine:
-    """Filled in with the step loop."""
+    """Requests in, events out, one step at a time. Not thread-safe; `EngineService` puts a thread around it."""
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None = None, *, sync: bool = False) -> None:
+        """`sync` consumes each step before the next is formed: the same tokens, without overlap of host and device."""
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.sync = sync
+        self.limits = Limits(
+            vocab_size=runner.config.vocab_size,
+            max_context=runner.max_context,
+            pool_tokens=(runner.num_pages - 1) * runner.page_size,
+            has_tokenizer=tokenizer is not None,
+        )
+        self.batcher = Batcher(
+            runner.shapes,
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            max_sequences=runner.max_sequences,
+            max_length=runner.max_context,
+            num_eos=len(runner.config.eos_token_ids),
+        )
+        self._in_flight: tuple[FormedStep, Any] | None = None
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrivals = 0
+        self._counts = dict.fromkeys(
+            ("steps", "batch_tokens", "padded_tokens", "prompt_tokens", "prefill_tokens", "output_tokens", "dropped_tokens"), 0
+        )
+        self._seconds = dict.fromkeys(("form_s", "launch_s", "consume_s", "wait_s"), 0.0)
+        self._finished = {reason.value: 0 for reason in FinishReason}
+
+    @property
+    def busy(self) -> bool:
+        """A call of `step` would do something."""
+        return bool(self._sequences) or self._in_flight is not None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have been admitted and not ended."""
+        return len(self._sequences) - len(self.batcher.waiting)
+
+    def add(self, request: Request, *, submitted_s: float | None = None) -> None:
+        """Queues a request.
+
+        Raises:
+          RequestRejected: see `request.validate`. The caller keeps ids unique.
+        """
+        prompt = validate(request, self.limits)
+        assert request.request_id not in self._sequences, f"{request.request_id=} is in use"
+        params = request.params
+        eos = () if params.ignore_eos else self.runner.config.eos_token_ids
+        has_text = self.tokenizer is not None and (request.stream or bool(params.stop))
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrivals,
+            num_prompt_tokens=prompt.size,
+            final_length=prompt.size + self.limits.output_limit(prompt.size, params.max_tokens),
+            stop_ids=(*eos, *params.stop_token_ids),
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            tokens=prompt,
+            text=TextStream(self.tokenizer, params.stop) if has_text and self.tokenizer else None,
+            submitted_s=time.perf_counter() if submitted_s is None else submitted_s,
+            logprobs=None if params.logprobs is None else [],
+        )
+        self._num_arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self.batcher.add(sequence)
+
+    def cancel(
+        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None
+    ) -> RequestEvent | None:
+        """Ends a request wherever it is and returns its last event; None if it is not open."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, reason, error=error)
+
+    def step(self) -> list[RequestEvent]:
+        """Launches the next step, consumes the one before it (with `sync`, the same one), and returns what became known."""
+        if self.sync:
+            launched = self._launch()
+            return self._consume(launched) if launched else []
+        previous = self._in_flight
+        self._in_flight = self._launch()
+        return self._consume(previous) if previous else []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            **self._counts,
+            **self._seconds,
+            finished=dict(self._finished),
+            preemptions=self.batcher.num_preemptions,
+            waiting=len(self.batcher.waiting),
+            running=self.batcher.table.num_running,
+            num_pages=self.batcher.allocator.num_pages,
+            free_pages=self.batcher.allocator.num_free,
+            b_dense=self.batcher.b_dense,
+            num_compilations=self.runner.num_compilations,
+        )
+
+    def _launch(self) -> tuple[FormedStep, Any] | None:
+        start = time.perf_counter()
+        formed = self.batcher.form()
+        middle = time.perf_counter()
+        self._seconds["form_s"] += middle - start
+        if formed is None:
+            return None
+        handle = self.runner.launch(formed.batch, num_logprobs=formed.num_logprobs)
+        self._seconds["launch_s"] += time.perf_counter() - middle
+        self._counts["steps"] += 1
+        self._counts["batch_tokens"] += formed.num_tokens
+        self._counts["padded_tokens"] += formed.batch.shape.num_tokens
+        self._counts["prefill_tokens"] += formed.num_prefill_tokens
+        return formed, handle
+
+    def _consume(self, launched: tuple[FormedStep, Any]) -> list[RequestEvent]:
+        """Reads a step's tokens and hands them to their sequences."""
+        formed, handle = launched
+        start = time.perf_counter()
+        result = handle.result()
+        now = time.perf_counter()
+        self._seconds["wait_s"] += now - start
+
+        table = self.batcher.table
+        token_ids = result.token_ids[formed.batch_rows]
+        in_place = table.sequences[formed.rows] == formed.sequences
+        rows, new_ids = formed.rows[in_place], token_ids[in_place]
+        first = table.known[rows] == table.prompt_len[rows]
+        table.tokens[rows, table.known[rows]] = new_ids
+        table.known[rows] += 1
+        stops = (table.stop_ids[rows] == new_ids[:, None]).any(axis=1)
+        full = table.known[rows] >= table.final_len[rows]
+        self._counts["output_tokens"] += rows.size
+
+        events = []
+        samples = np.flatnonzero(in_place)
+        for i in np.flatnonzero(table.attended[rows] | stops | full | first):
+            sequence: Sequence = formed.sequences[samples[i]]  # pyright: ignore[reportAssignmentType]
+            if first[i]:
+                self._note_first_token(sequence, now)
+            events += self._deliver(sequence, formed, result, int(samples[i]), bool(stops[i]), bool(full[i]))
+        for i in np.flatnonzero(~in_place):
+            events += self._consume_displaced(formed, result, int(i), now)
+        self._seconds["consume_s"] += time.perf_counter() - now
+        return events
+
+    def _consume_displaced(self, formed: FormedStep, result: Any, sample: int, now: float) -> list[RequestEvent]:
+        """A token whose sequence left its row after the launch: dropped if it ended, kept if it was preempted."""
+        sequence: Sequence = formed.sequences[sample]
+        if sequence.finished:
+            self._counts["dropped_tokens"] += 1
+            return []
+        token_id = result.token_ids[formed.batch_rows[sample]]
+        if sequence.tokens.size == sequence.num_prompt_tokens:
+            self._note_first_token(sequence, now)
+        sequence.tokens = np.append(sequence.tokens, token_id)
+        self._counts["output_tokens"] += 1
+        full = sequence.tokens.size >= sequence.final_length
+        return self._deliver(sequence, formed, result, sample, int(token_id) in sequence.stop_ids, full)
+
+    def _note_first_token(self, sequence: Sequence, now: float) -> None:
+        sequence.first_token_s = now
+        self._counts["prompt_tokens"] += sequence.num_prompt_tokens
+
+    def _deliver(
+        self, sequence: Sequence, formed: FormedStep, result: Any, sample: int, stop_token: bool, full: bool
+    ) -> list[RequestEvent]:
+        """The event, if any, that one new token causes. A failure here ends this request and no other."""
+        batch_row = formed.batch_rows[sample]
+        token_id = int(result.token_ids[batch_row])
+        sequence.stopped_by_token = stop_token
+        try:
+            if sequence.logprobs is not None:
+                sequence.logprobs.append(_token_logprobs(result, batch_row, sequence.request.params.logprobs or 0))
+            delta = sequence.text.push(token_id) if sequence.text and not stop_token else ""
+            sequence.undelivered_ids.append(token_id)
+            sequence.undelivered_text += delta
+        except Exception as error:  # the tokenizer's, for this output
+            return [self._finish(sequence, FinishReason.ERROR, error=_describe(error))]
+        if stop_token or (sequence.text and sequence.text.stopped):
+            return [self._finish(sequence, FinishReason.STOP)]
+        if full:
+            return [self._finish(sequence, FinishReason.LENGTH)]
+        return [self._news(sequence)] if sequence.request.stream else []
+
+    def _news(self, sequence: Sequence, **last: Any) -> RequestEvent:
+        """An event with everything not delivered yet."""
+        event = RequestEvent(
+            request_id=sequence.request.request_id,
+            token_ids=sequence.undelivered_ids,
+            text=sequence.undelivered_text,
+            logprobs=sequence.logprobs,
+            **last,
+        )
+        sequence.undelivered_ids = []
+        sequence.undelivered_text = ""
+        sequence.logprobs = None if sequence.logprobs is None else []
+        return event
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> RequestEvent:
+        """Takes the request out of the engine and returns its last event."""
+        self.batcher.remove(sequence)
+        output_ids = sequence.tokens[sequence.num_prompt_tokens :].tolist()
+        if not sequence.request.stream:
+            sequence.undelivered_ids = output_ids
+        try:
+            sequence.undelivered_text += self._last_text(sequence, output_ids)
+        except Exception as failure:  # the tokenizer's, for this output
+            reason, error = FinishReason.ERROR, error or _describe(failure)
+        sequence.finished = True
+        del self._sequences[sequence.request.request_id]
+        self._finished[reason.value] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.request.params.ignore_eos:
+            self.batcher.output_lengths.record(len(output_ids))
+        submitted = sequence.submitted_s
+        return self._news(
+            sequence,
+            finish_reason=reason,
+            error=error,
+            usage=Usage(prompt_tokens=sequence.num_prompt_tokens, output_tokens=len(output_ids), cached_tokens=0),
+            timing=Timing(
+                admitted_s=None if sequence.admitted_s is None else sequence.admitted_s - submitted,
+                first_token_s=None if sequence.first_token_s is None else sequence.first_token_s - submitted,
+                finished_s=time.perf_counter() - submitted,
+            ),
+        )
+
+    def _last_text(self, sequence: Sequence, output_ids: list[int]) -> str:
+        """What the end of the output adds to its text: what was held back, or all of it if nobody watched the text grow."""
+        if sequence.text is not None:
+            return sequence.text.flush()
+        if self.tokenizer is None or sequence.request.stream:
+            return ""
+        return self.tokenizer.decode(output_ids[:-1] if sequence.stopped_by_token else output_ids)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _token_logprobs(result: Any, batch_row: int, num_top: int) -> TokenLogprobs:
+    top = []
+    if num_top:
+        ids, logprobs = result.top_ids[batch_row, :num_top], result.top_logprobs[batch_row, :num_top]
+        top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    return TokenLogprobs(int(result.token_ids[batch_row]), float(result.logprobs[batch_row]), top)

@@ -5,7 +5,6 @@ The types are msgspec Structs, so that the server can put them on the wire as th
 
 import dataclasses
 import enum
-import math
 import numbers
 from collections.abc import Sequence
 
@@ -231,8 +230,7 @@ def _check_integer(params: SamplingParams, field: str, low: int, high: int) -> N
 
 def _check_real(params: SamplingParams, field: str, low: float, high: float) -> None:
     value = getattr(params, field)
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not low <= value <= high:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not low <= float(value) <= high:
         raise _bad(field, value, f"must be a number from {low:g} to {high:g}")
 
 

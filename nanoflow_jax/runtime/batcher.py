@@ -1,0 +1,274 @@
+"""Continuous batching with a constant dense batch: who runs, which pages they own, and what the next step computes.
+
+Decoding sequences come first, one token each; chunks of prompts fill the rest of the dense batch, in order of arrival. A
+request is admitted when the predicted peak of page use fits the pool; it then gets the pages of its whole prompt at once, so
+that only decoding ever asks for more. If that fails after all, the youngest sequence gives up its pages and is computed again.
+"""
+
+import bisect
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from nanoflow_jax.batch import Batch, BatchShape, empty_batch
+from nanoflow_jax.runtime.page_allocator import PageAllocator
+from nanoflow_jax.runtime.prediction import OutputLengths, peak_pages
+from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
+
+
+@dataclasses.dataclass(frozen=True)
+class FormedStep:
+    """A batch to launch, and whom its samples belong to: sample `batch_rows[i]` is the next token of `sequences[i]`, which sat
+    in table row `rows[i]` when the batch was formed."""
+
+    batch: Batch
+    num_tokens: int
+    num_prefill_tokens: int
+    batch_rows: np.ndarray
+    rows: np.ndarray
+    sequences: np.ndarray
+    num_logprobs: int
+
+
+class Batcher:
+    """Host state of scheduling. Nothing here knows about the device."""
+
+    def __init__(
+        self,
+        shapes: tuple[BatchShape, ...],
+        *,
+        num_pages: int,
+        page_size: int,
+        max_sequences: int,
+        max_length: int,
+        num_eos: int,
+    ) -> None:
+        largest = shapes[-1]
+        if any((a.num_rows, a.pages_per_seq) > (largest.num_rows, largest.pages_per_seq) for a in shapes):
+            raise ValueError(f"the last of {shapes=} must hold what any other holds")
+        self.shapes = shapes
+        self.b_dense = largest.num_tokens
+        self.page_size = page_size
+        self.max_running = min(max_sequences, largest.num_rows)
+        self.allocator = PageAllocator(num_pages)
+        self.table = SequenceTable(self.max_running, max_length, largest.pages_per_seq, num_eos)
+        self.waiting: deque[Sequence] = deque()
+        self.output_lengths = OutputLengths()
+        self.num_preemptions = 0
+        self._admission_held = False
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a finished or cancelled sequence out, wherever it is; its row and pages are free at once.
+
+        A step in flight may still write those pages. That is safe: steps run in order, so whoever gets them writes later.
+        """
+        if sequence.row < 0:
+            self.waiting.remove(sequence)
+        else:
+            self._vacate(sequence.row)
+        self._admission_held = False
+
+    def form(self) -> FormedStep | None:
+        """The next step, or None when there is nothing to launch. Advances the state as if it had run."""
+        table = self.table
+        decoding = self._grow_decoding()
+        budget = self.b_dense - decoding.size
+        self._admit(budget)
+        prefilling, chunks = self._prefill_chunks(budget)
+        num_tokens = decoding.size + int(chunks.sum())
+        if num_tokens == 0:
+            return None
+        rows = np.concatenate((decoding, prefilling))
+        lengths = np.concatenate((np.ones_like(decoding), chunks))
+        batch = self._fill(rows, lengths, decoding.size, num_tokens)
+        table.kv_len[rows] += lengths
+        batch_rows = np.flatnonzero(table.kv_len[rows] >= table.target[rows])
+        sampled = rows[batch_rows]
+        self._fill_sampling(batch, batch_rows, sampled)
+        table.phase[sampled] = Phase.DECODE
+        ending = sampled[table.kv_len[sampled] + 1 >= table.final_len[sampled]]
+        table.phase[ending] = Phase.ENDING
+        self.allocator.release(table.take_pages(ending))
+        return FormedStep(
+            batch=batch,
+            num_tokens=num_tokens,
+            num_prefill_tokens=num_tokens - decoding.size,
+            batch_rows=batch_rows,
+            rows=sampled,
+            sequences=table.sequences[sampled],
+            num_logprobs=int(table.num_logprobs[sampled].max(initial=0)),
+        )
+
+    def check_integrity(self) -> None:
+        """Checks that pages and rows add up.
+
+        Raises:
+          AssertionError: they do not.
+        """
+        table = self.table
+        self.allocator.check_integrity(table.held_pages())
+        for row in range(table.phase.size):
+            sequence = table.sequences[row]
+            assert (sequence is None) == (table.phase[row] == Phase.FREE), f"{row=}"
+            assert sequence is None or (sequence.row == row and not sequence.finished), f"{row=}"
+        running = table.phase != Phase.FREE
+        assert (table.num_pages[~running] == 0).all()
+        needed = -(-np.maximum(table.kv_len, table.target) // self.page_size)
+        holding = running & (table.phase != Phase.ENDING)
+        assert (table.num_pages[holding] == needed[holding]).all(), "a sequence owns too many or too few pages"
+        assert all(sequence.row == -1 and not sequence.finished for sequence in self.waiting)
+
+    def _grow_decoding(self) -> np.ndarray:
+        """Gives each decoding row the page that its next token needs, preempting the youngest while there are too few."""
+        table = self.table
+        while True:
+            decoding = np.flatnonzero(table.phase == Phase.DECODE)
+            needy = decoding[table.kv_len[decoding] == table.num_pages[decoding] * self.page_size]
+            if needy.size <= self.allocator.num_free:
+                break
+            self._preempt_youngest()
+        table.block_tables[needy, table.num_pages[needy]] = self.allocator.allocate(needy.size)
+        table.num_pages[needy] += 1
+        return decoding
+
+    def _preempt_youngest(self) -> None:
+        """Sends the youngest row that holds pages back to the head of the queue, to be computed again from its tokens.
+
+        Admission then waits until a sequence ends: there are never more rounds of preemption than finished requests. The
+        victim's token of a step in flight is still valid and is appended when that step is consumed, before the next `form`.
+        """
+        candidates = np.flatnonzero((self.table.phase == Phase.PREFILL) | (self.table.phase == Phase.DECODE))
+        row = int(candidates[np.argmax(self.table.arrival[candidates])])
+        sequence = self.table.sequences[row]
+        self._vacate(row)
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self._admission_held = True
+        self.waiting.appendleft(sequence)
+
+    def _vacate(self, row: int) -> None:
+        self.allocator.release(self.table.take_pages(np.array([row])))
+        self.table.clear(row)
+
+    def _admit(self, budget: int) -> None:
+        """Moves requests from the queue to rows, in order, as long as this step can begin them and the predicted peak fits."""
+        table = self.table
+        running = np.flatnonzero(table.phase)
+        if running.size == 0:
+            self._admission_held = False
+        if not self.waiting or self._admission_held:
+            return
+        unfilled = np.where(table.phase[running] == Phase.PREFILL, table.target[running] - table.kv_len[running], 0)
+        candidates = self._candidates(budget - int(unfilled.sum()), self.max_running - running.size)
+        if not candidates:
+            return
+        fits = self._admission_test(running, unfilled, candidates)
+        # The peak grows with every candidate, so the largest number that fits is found by bisection.
+        admitted = bisect.bisect_left(range(1, len(candidates) + 1), True, key=lambda n: not fits(n))
+        if admitted == 0 and running.size == 0:
+            admitted = 1  # whatever is predicted, a request alone fits: its output is limited to the pool
+        for sequence in candidates[:admitted]:
+            self.waiting.popleft()
+            if sequence.admitted_s is None:
+                sequence.admitted_s = time.perf_counter()
+            table.place(sequence, self.allocator.allocate(-(-sequence.tokens.size // self.page_size)))
+
+    def _candidates(self, budget: int, num_rows: int) -> list[Sequence]:
+        """The head of the queue, up to what `budget` tokens can begin and `num_rows` can hold."""
+        candidates = []
+        for sequence in self.waiting:
+            if budget <= 0 or len(candidates) == num_rows:
+                break
+            candidates.append(sequence)
+            budget -= sequence.tokens.size
+        return candidates
+
+    def _admission_test(self, running: np.ndarray, unfilled: np.ndarray, candidates: list[Sequence]) -> Callable[[int], bool]:
+        """A function of n: do the first n candidates fit beside those running, now and at the predicted peak?"""
+        table = self.table
+        holding = table.phase[running] != Phase.ENDING  # an ending row has given its pages back
+        running, unfilled = running[holding], unfilled[holding]
+        new = [(s.tokens.size, s.num_prompt_tokens, s.final_length, s.request.params.ignore_eos or s.preemptions > 0)
+               for s in candidates]  # fmt: skip
+        new_lengths, new_prompts, new_finals, new_exact = (np.array(column) for column in zip(*new, strict=True))
+        lengths = np.concatenate((np.maximum(table.kv_len[running], table.target[running]), new_lengths)).astype(np.int64)
+        prompts = np.concatenate((table.prompt_len[running], new_prompts))
+        finals = np.concatenate((table.final_len[running], new_finals))
+        exact = np.concatenate((table.exact[running], new_exact))
+        by_arrival = np.argsort(np.where(unfilled > 0, table.arrival[running], -1), kind="stable")
+        to_fill = np.zeros(lengths.size, np.int64)
+        to_fill[by_arrival] = np.cumsum(unfilled[by_arrival])
+        to_fill[running.size :] = np.cumsum(new_lengths) + int(unfilled.sum())
+        to_fill[: running.size][unfilled == 0] = 0
+        delays = -(-to_fill // max(1, self.b_dense - lengths.size))
+        outputs = lengths + 1 - prompts
+        expected = prompts + self.output_lengths.expected_total(outputs, finals - prompts)
+        # The last token of an output never enters the cache.
+        remaining = np.maximum(np.where(exact, finals, expected) - 1 - lengths, 0)
+        new_pages = np.cumsum(-(-new_lengths // self.page_size))
+
+        def fits(n: int) -> bool:
+            m = running.size + n
+            if new_pages[n - 1] > self.allocator.num_free:
+                return False
+            return peak_pages(lengths[:m], delays[:m], remaining[:m], self.page_size) <= self.allocator.num_pages - 1
+
+        return fits
+
+    def _prefill_chunks(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that prefill in this step, oldest first, and the tokens that each gets of `budget`."""
+        table = self.table
+        rows = np.flatnonzero(table.phase == Phase.PREFILL)
+        rows = rows[np.argsort(table.arrival[rows])]
+        wanted = table.target[rows] - table.kv_len[rows]
+        before = np.cumsum(wanted) - wanted
+        chunks = np.clip(budget - before, 0, wanted).astype(np.int32)
+        taken = chunks > 0
+        return rows[taken], chunks[taken]
+
+    def _shape_for(self, num_tokens: int, num_rows: int, num_pages: int) -> BatchShape:
+        """The smallest compiled shape that holds a step."""
+        for shape in self.shapes:
+            if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows and shape.pages_per_seq >= num_pages:
+                return shape
+        raise AssertionError(f"no shape holds {num_tokens=} {num_rows=} {num_pages=}")
+
+    def _fill(self, rows: np.ndarray, lengths: np.ndarray, num_decode: int, num_tokens: int) -> Batch:
+        """The arrays of a step in which row i computes `lengths[i]` tokens after its kv_len; the first `num_decode` decode."""
+        table = self.table
+        columns = int(table.num_pages[rows].max())
+        shape = self._shape_for(num_tokens, rows.size, columns)
+        batch = empty_batch(shape)
+        starts = np.cumsum(lengths) - lengths
+        token_row = np.repeat(rows, lengths)
+        positions = np.arange(num_tokens) - np.repeat(starts - table.kv_len[rows], lengths)
+        batch.num_decode[...] = num_decode  # pyright: ignore[reportIndexIssue]
+        batch.token_rows[:num_decode] = rows[:num_decode]
+        prompt = slice(num_decode, num_tokens)
+        batch.token_ids[prompt] = table.tokens[token_row[prompt], positions[prompt]]
+        batch.positions[:num_tokens] = positions
+        page, offset = np.divmod(positions, self.page_size)
+        batch.slots[:num_tokens] = table.block_tables[token_row, page] * self.page_size + offset
+        batch.kv_lens[: rows.size] = table.kv_len[rows] + lengths
+        batch.q_starts[: rows.size] = starts
+        batch.q_lens[: rows.size] = lengths
+        batch.block_tables[: rows.size, :columns] = table.block_tables[rows, :columns]
+        # Entries past a row's pages are left over from earlier owners.
+        batch.block_tables[: rows.size, :columns][np.arange(columns) >= table.num_pages[rows, None]] = 0
+        return batch
+
+    def _fill_sampling(self, batch: Batch, batch_rows: np.ndarray, rows: np.ndarray) -> None:
+        """Sampling parameters of the batch rows that sample; the others keep the neutral ones of an empty batch."""
+        table = self.table
+        batch.sequence_rows[batch_rows] = rows
+        batch.seeds[batch_rows] = table.seeds[rows]
+        batch.temperature[batch_rows] = table.temperature[rows]
+        batch.top_k[batch_rows] = table.top_k[rows]
+        batch.top_p[batch_rows] = table.top_p[rows]
+        batch.min_p[batch_rows] = table.min_p[rows]

@@ -1,0 +1,202 @@
+"""A runner whose "model" is a hash of what it reads through block tables: any wrong page, slot, position or token shows.
+
+Each token leaves one number in a pool of slots, a function of the token and its position. A row's next token is a hash of the
+numbers that its block table and kv_len lead to. `plain_decode` computes the same from a plain list of tokens.
+"""
+
+import copy
+import dataclasses
+import threading
+import time
+
+import numpy as np
+
+from nanoflow_jax.batch import Batch, BatchShape
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.runtime.request import SamplingParams
+
+_PRIME = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def tiny_config(vocab_size: int = 97, max_context: int = 512, eos_token_ids: tuple[int, ...] = (1, 5)) -> ModelConfig:
+    return ModelConfig(
+        name="mock", vocab_size=vocab_size, d_model=4, d_ff=4, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2,
+        max_context=max_context, eos_token_ids=eos_token_ids,
+    )  # fmt: skip
+
+
+def _mix(x: int) -> int:
+    x = (x ^ (x >> 31)) * _PRIME & _MASK
+    return x ^ (x >> 29)
+
+
+def _kv_values(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        x = (tokens.astype(np.uint64) + 1) * np.uint64(_PRIME) + positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        return x ^ (x >> np.uint64(17))
+
+
+def _next_token(kv: np.ndarray, temperature: float, seed: int, vocab_size: int) -> tuple[int, int]:
+    """(token, hash) of a sequence whose cache holds `kv`, oldest first."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(kv.size, 0x100000001B3, np.uint64))
+        state = _mix(int((kv * powers).sum(dtype=np.uint64)))
+    if temperature > 0:
+        state = _mix(state ^ _mix(seed * 2 + 1 + (kv.size << 33)))
+    return state % vocab_size, state
+
+
+def plain_decode(config: ModelConfig, prompt, params: SamplingParams, *, pool_tokens: int = 1 << 30) -> list[int]:
+    """The whole output by full recomputation, one sequence alone."""
+    tokens = list(prompt)
+    limit = min(params.max_tokens, config.max_context - len(tokens), pool_tokens + 1 - len(tokens))
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos_token_ids))
+    output: list[int] = []
+    while len(output) < limit and not (output and output[-1] in stops):
+        kv = _kv_values(np.array(tokens), np.arange(len(tokens)))
+        token, _ = _next_token(kv, params.temperature, params.seed or 0, config.vocab_size)
+        tokens.append(token)
+        output.append(token)
+    return output
+
+
+@dataclasses.dataclass
+class MockResult:
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+class MockStep:
+    def __init__(self, runner: "MockRunner") -> None:
+        self._runner = runner
+        self._result: MockResult | None = None
+
+    def set(self, result: MockResult) -> None:
+        self._result = result
+
+    def result(self) -> MockResult:
+        if self._runner.step_gate is not None:
+            self._runner.step_gate.wait()
+        if self._runner.step_time_s:
+            time.sleep(self._runner.step_time_s)
+        self._runner.run_through(self)
+        if self._runner.fail_result_at == self._runner.num_results:
+            raise RuntimeError("the mock device was told to fail")
+        self._runner.num_results += 1
+        assert self._result is not None
+        return self._result
+
+
+class MockRunner:
+    """`lazy` runs a step only when its result is read, as late as a device may; otherwise at launch, as early as it may."""
+
+    def __init__(
+        self,
+        config: ModelConfig | None = None,
+        *,
+        b_dense: int = 16,
+        max_sequences: int = 8,
+        page_size: int = 4,
+        num_pages: int = 33,
+        max_context: int | None = None,
+        lazy: bool = False,
+        step_time_s: float = 0.0,
+    ) -> None:
+        self.config = config or tiny_config()
+        self.max_context = min(max_context or self.config.max_context, self.config.max_context)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.max_sequences = min(max_sequences, b_dense)
+        self.pages_per_seq = -(-self.max_context // page_size)
+        sizes = sorted({max(1, b_dense // 4), max(1, b_dense // 2), b_dense})
+        self.shapes = tuple(BatchShape(n, min(n, self.max_sequences), self.pages_per_seq) for n in sizes)
+        self.num_compilations = len(self.shapes)
+        self.lazy = lazy
+        self.step_time_s = step_time_s
+        self.step_gate: threading.Event | None = None
+        self.fail_result_at = -1
+        self.num_results = 0
+        self.batches: list[Batch] = []
+        self._pool = np.random.default_rng(0).integers(0, 1 << 63, num_pages * page_size, np.uint64)
+        self._last_tokens = np.full(self.max_sequences, 7, np.int64)
+        self._pending: list[tuple[Batch, int, MockStep]] = []
+
+    def warm_up(self, progress=None) -> None:
+        pass
+
+    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> MockStep:
+        assert batch.shape in self.shapes
+        step = MockStep(self)
+        batch = copy.deepcopy(batch)
+        self.batches.append(batch)
+        self._pending.append((batch, num_logprobs, step))
+        if not self.lazy:
+            self.run_through(step)
+        return step
+
+    def run_through(self, step: MockStep) -> None:
+        """Runs launched steps in order up to `step`."""
+        if all(step is not pending for _, _, pending in self._pending):
+            return
+        while True:
+            batch, num_logprobs, pending = self._pending.pop(0)
+            pending.set(self._execute(batch, num_logprobs))
+            if pending is step:
+                return
+
+    def _execute(self, batch: Batch, num_logprobs: int) -> MockResult:
+        check_batch(batch, self.page_size)
+        tokens = np.where(batch.token_rows >= 0, self._last_tokens[batch.token_rows], batch.token_ids)
+        real = batch.slots >= 0
+        self._pool[batch.slots[real]] = _kv_values(tokens[real], batch.positions[real])
+        num_rows = batch.kv_lens.size
+        token_ids = np.full(num_rows, -12345, np.int64)
+        logprobs = np.zeros(num_rows, np.float32)
+        states = [0] * num_rows
+        for row in np.flatnonzero(batch.sequence_rows >= 0):
+            positions = np.arange(batch.kv_lens[row])
+            slots = batch.block_tables[row, positions // self.page_size] * self.page_size + positions % self.page_size
+            token_ids[row], states[row] = _next_token(
+                self._pool[slots], float(batch.temperature[row]), int(batch.seeds[row]), self.config.vocab_size
+            )
+            logprobs[row] = -float(states[row] % 1000) / 1000
+        sampling = batch.sequence_rows >= 0
+        self._last_tokens[batch.sequence_rows[sampling]] = token_ids[sampling]
+        if not num_logprobs:
+            return MockResult(token_ids, logprobs, None, None)
+        top = (token_ids[:, None] + np.arange(num_logprobs)) % self.config.vocab_size
+        return MockResult(token_ids, logprobs, top, logprobs[:, None] - np.arange(num_logprobs, dtype=np.float32))
+
+
+def check_batch(batch: Batch, page_size: int) -> None:
+    """The contract of `Batch`, beyond what the hash sees: order of rows, padding, one writer per slot, the dummy page."""
+    num_decode = int(batch.num_decode)
+    used = batch.q_lens > 0
+    num_used = int(used.sum())
+    assert used[:num_used].all(), "used rows come first"
+    assert (batch.q_lens[:num_decode] == 1).all()
+    assert (batch.token_rows[:num_decode] >= 0).all()
+    assert (batch.token_rows[num_decode:] == -1).all()
+    assert (batch.q_starts[:num_used] == np.cumsum(batch.q_lens[:num_used]) - batch.q_lens[:num_used]).all()
+    num_tokens = int(batch.q_lens.sum())
+    assert (batch.slots[:num_tokens] >= page_size).all(), "nobody owns the dummy page"
+    assert (batch.slots[num_tokens:] == -1).all(), "padding writes nothing"
+    assert np.unique(batch.slots[:num_tokens]).size == num_tokens
+    for name, value in (("kv_lens", 0), ("sequence_rows", -1), ("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0)):
+        assert (getattr(batch, name)[num_used:] == value).all(), f"unused rows have neutral {name}"
+    assert (batch.block_tables[num_used:] == 0).all()
+    for row in range(num_used):
+        start, length, kv_len = int(batch.q_starts[row]), int(batch.q_lens[row]), int(batch.kv_lens[row])
+        positions = batch.positions[start : start + length]
+        assert (positions == np.arange(kv_len - length, kv_len)).all()
+        slots = batch.block_tables[row, positions // page_size] * page_size + positions % page_size
+        assert (batch.slots[start : start + length] == slots).all()
+        # A row owns the pages of its whole prompt from the start: used entries first, unused ones 0.
+        owned = int(np.count_nonzero(batch.block_tables[row]))
+        assert owned >= -(-kv_len // page_size)
+        assert (batch.block_tables[row, :owned] > 0).all()
+    live = batch.sequence_rows[batch.sequence_rows >= 0]
+    assert np.unique(live).size == live.size
