@@ -51,7 +51,7 @@ class ErrorCode(enum.StrEnum):
     INTERNAL = "internal"
 
 
-class _Message(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Message(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What all structs of the protocol share: unknown fields are refused, defaults travel as absence."""
 
 
