@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nanoflow_jax import tokenizer as tokenizers
-from nanoflow_jax.checkpoints import hf_folder
+from nanoflow_jax.checkpoints import gguf_model, hf_folder
+from nanoflow_jax.checkpoints.gguf_format import read_gguf
 from nanoflow_jax.checkpoints.layout import CheckpointError, Tensor, full_index, packed, recipes, select_tensors
 from nanoflow_jax.checkpoints.random_weights import random_parameters
+from nanoflow_jax.checkpoints.smollm2 import resolve_smollm2
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.models.decoder import Decoder, build_decoder, parameter_specs
 from nanoflow_jax.parallel import TP, ParallelLayout, parallel_layout
-from nanoflow_jax.tokenizer import Tokenizer
+from nanoflow_jax.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_PRESET = "smollm2-135m"
 
 # Called with the name of the parameter that has just arrived, how many have, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -81,26 +85,29 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    models_dir: Path | None = None,
 ) -> LoadedModel:
     """Puts a model on `mesh`, divided over its axis `tp`, with weights of `dtype`.
 
-    `source` is the name of a preset or a Hugging Face folder. `random_weights` takes the sizes and the tokenizer of the
-    source and makes weights on the devices, the same for the same `seed`.
+    `source` is `smollm2` (kept in `models_dir`, downloaded once), a Hugging Face folder, a GGUF file, a folder written by
+    `nanoflow_jax.convert`, or the name of a preset. `random_weights` takes the sizes and the tokenizer of the source and makes
+    the weights on the devices, the same for the same `seed`; presets have no others.
 
     Raises:
       CheckpointError: the source is unknown or unsound, its weights are not those of its config, or it has none.
       TokenizerError, ChatTemplateError: its tokenizer or chat template is not handled.
       ValueError: the model cannot be divided over the mesh.
     """
-    opened = _open(str(source))
     dtype = jnp.dtype(dtype)
+    opened = _open(str(source), models_dir, random_weights)
+    _check_tokenizer(opened)
     layout = parallel_layout(opened.config, mesh.shape[TP])
     if random_weights:
         arrays = random_parameters(opened.config, layout, mesh, dtype, seed, progress)
     elif opened.parameters is None:
         raise CheckpointError(
-            f"{source} is a preset: it gives sizes and has no weights. Give the folder of a checkpoint instead, or ask for "
-            "random weights"
+            f"{source} is a preset: it gives sizes and has no weights. Give the folder or the GGUF file of a checkpoint, "
+            "or ask for random weights"
         )
     else:
         arrays = opened.parameters(layout, mesh, dtype, progress)
@@ -110,24 +117,52 @@ def load_model(
         decoder=build_decoder(opened.config, layout, arrays),
         tokenizer=opened.tokenizer,
         name=opened.config.name,
-        source=f"random weights, seed {seed}" if random_weights else opened.source,
+        source=f"random weights, seed {seed}, sizes of {opened.source}" if random_weights else opened.source,
     )
 
 
-def _open(source: str) -> _Opened:
-    path = Path(source)
+def _open(source: str, models_dir: Path | None, random_weights: bool) -> _Opened:
+    if source == SMOLLM2 and random_weights:  # its sizes need no download
+        source = _SMOLLM2_PRESET
     if source in PRESETS:
         return _Opened(PRESETS[source], None, f"preset {source}", None)
+    if source == SMOLLM2:
+        return _open_gguf(resolve_smollm2(models_dir), _SMOLLM2_PRESET)
+    path = Path(source)
     if hf_folder.is_hf_folder(path):
         return _open_hf(path)
-    raise CheckpointError(f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json")
+    if path.is_file():
+        return _open_gguf(path, path.name.removesuffix(".gguf"))
+    raise CheckpointError(
+        f"{source!r} is not a model: it is neither {SMOLLM2!r}, nor a folder with a config.json, nor a GGUF file, nor a preset "
+        f"({', '.join(PRESETS)})"
+    )
 
 
 def _open_hf(folder: Path) -> _Opened:
     config = hf_folder.read_config(folder)
-    tokenizer = tokenizers.load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
     def parameters(layout, mesh, dtype, progress) -> dict[str, jax.Array]:
         return place_parameters(config, layout, mesh, dtype, hf_folder.read_tensors(folder), progress)
 
     return _Opened(config, tokenizer, f"safetensors in {folder}", parameters)
+
+
+def _open_gguf(path: Path, name: str) -> _Opened:
+    file = read_gguf(path)
+    config = gguf_model.model_config(file, name)
+    has_tokenizer = "tokenizer.ggml.model" in file.metadata
+
+    def parameters(layout, mesh, dtype, progress) -> dict[str, jax.Array]:
+        return place_parameters(config, layout, mesh, dtype, gguf_model.model_tensors(config, file), progress)
+
+    return _Opened(config, tokenizer_from_gguf(file.metadata) if has_tokenizer else None, str(path), parameters)
+
+
+def _check_tokenizer(opened: _Opened) -> None:
+    if opened.tokenizer is not None and opened.tokenizer.vocab_size > opened.config.vocab_size:
+        raise CheckpointError(
+            f"{opened.source}: the tokenizer has ids up to {opened.tokenizer.vocab_size - 1}, the model's vocabulary ends at "
+            f"{opened.config.vocab_size - 1}"
+        )

@@ -12,7 +12,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -154,13 +154,13 @@ def _metered_filter(function: Callable) -> Callable:
 class _Rewrite(NodeTransformer):
     """Sends every loop's iterable and every `~` through a metered filter."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
         if not node.recursive:  # a recursive loop calls itself, and calls are metered
             node.iter = nodes.Filter(node.iter, "_metered_loop", [], [], None, None, lineno=node.lineno)
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802
         self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), "_metered_join", [], [], None, None, lineno=node.lineno)
 
@@ -194,7 +194,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _GenerationBlock(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> list[nodes.Node]:
         next(parser.stream)

@@ -27,8 +27,9 @@ def token_bytes_rule(decoder: Mapping[str, Any] | None) -> TokenBytes:
     Raises:
       TokenizerError: another decoder; the message names it.
     """
-    steps = decoder.get("decoders", []) if decoder and decoder.get("type") == "Sequence" else [decoder]
-    kinds = [step.get("type") if step else None for step in steps]
+    decoder = decoder or {"type": None}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return TokenBytes(_from_byte_alphabet)
     if set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "Fuse" in kinds:

@@ -49,7 +49,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if pre not in _PRE_TOKENIZERS:
         raise TokenizerError(f"tokenizer.ggml.pre={pre!r} is not handled, only {', '.join(_PRE_TOKENIZERS)}")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    merges = [_pair(merge) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.tokens: {len(tokens) - len(vocab)} tokens are listed twice")
@@ -76,6 +76,11 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise TokenizerError(f"{key}: missing, or not a list of texts")
     return value
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _add_marked_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: Any) -> None:
