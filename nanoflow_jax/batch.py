@@ -1,15 +1,19 @@
 """One step's arrays: built in numpy by the batcher, sent to the device as one int32 array, unpacked inside jit."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# A field of `Batch`: np.ndarray while the host fills it, jax.Array inside a step.
+HostOrTraced = Any
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BatchShape:
-    """A compiled shape: `num_tokens` on the flat token axis, at most `num_rows` sequences, `pages_per_seq` block table columns."""
+    """A compiled shape: tokens on the flat token axis, sequences at most, columns of the block table."""
 
     num_tokens: int
     num_rows: int
@@ -58,21 +62,21 @@ class Batch:
       block_tables: int32[S, pages_per_seq].
     """
 
-    num_decode: jax.Array | np.ndarray
-    token_ids: jax.Array | np.ndarray
-    token_rows: jax.Array | np.ndarray
-    positions: jax.Array | np.ndarray
-    slots: jax.Array | np.ndarray
-    kv_lens: jax.Array | np.ndarray
-    q_starts: jax.Array | np.ndarray
-    q_lens: jax.Array | np.ndarray
-    sequence_rows: jax.Array | np.ndarray
-    seeds: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    temperature: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    block_tables: jax.Array | np.ndarray
+    num_decode: HostOrTraced
+    token_ids: HostOrTraced
+    token_rows: HostOrTraced
+    positions: HostOrTraced
+    slots: HostOrTraced
+    kv_lens: HostOrTraced
+    q_starts: HostOrTraced
+    q_lens: HostOrTraced
+    sequence_rows: HostOrTraced
+    seeds: HostOrTraced
+    top_k: HostOrTraced
+    temperature: HostOrTraced
+    top_p: HostOrTraced
+    min_p: HostOrTraced
+    block_tables: HostOrTraced
 
     @property
     def shape(self) -> BatchShape:

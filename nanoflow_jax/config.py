@@ -57,7 +57,8 @@ class ModelConfig:
             raise ValueError(f"ModelConfig {self.name!r}: head_dim={self.head_dim} must be even for rotary embeddings")
         if not 0 <= self.experts_per_token <= self.num_experts or bool(self.num_experts) != bool(self.experts_per_token):
             raise ValueError(
-                f"ModelConfig {self.name!r}: experts_per_token={self.experts_per_token} does not fit num_experts={self.num_experts}"
+                f"ModelConfig {self.name!r}: experts_per_token={self.experts_per_token} does not fit "
+                f"num_experts={self.num_experts}"
             )
 
     @property
@@ -127,9 +128,9 @@ def _llama3(name: str, d_model: int, d_ff: int, num_layers: int, num_heads: int,
     )  # fmt: skip
 
 
-def _qwen2(name: str, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int, num_kv_heads: int) -> ModelConfig:
+def _qwen2(name: str, d_model: int, d_ff: int, num_layers: int, num_heads: int, num_kv_heads: int) -> ModelConfig:
     return ModelConfig(
-        name=name, vocab_size=vocab_size, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads,
+        name=name, vocab_size=152064, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads,
         num_kv_heads=num_kv_heads, head_dim=128, max_context=32768, rope_theta=1e6, rms_norm_eps=1e-6, qkv_bias=True,
         bos_token_id=None, eos_token_ids=(151645, 151643),
     )  # fmt: skip
@@ -149,8 +150,8 @@ PRESETS: Mapping[str, ModelConfig] = {
         _llama3("llama3-70b", 8192, 28672, 80, 64, None),
         _llama3("llama3.1-8b", 4096, 14336, 32, 32, _LLAMA31_SCALING),
         _llama3("llama3.1-70b", 8192, 28672, 80, 64, _LLAMA31_SCALING),
-        _qwen2("qwen2-7b", 152064, 3584, 18944, 28, 28, 4),
-        _qwen2("qwen2-72b", 152064, 8192, 29568, 80, 64, 8),
+        _qwen2("qwen2-7b", 3584, 18944, 28, 28, 4),
+        _qwen2("qwen2-72b", 8192, 29568, 80, 64, 8),
         ModelConfig(
             name="deepseek-67b", vocab_size=102400, d_model=8192, d_ff=22016, num_layers=95, num_heads=64, num_kv_heads=8,
             head_dim=128, max_context=4096, rms_norm_eps=1e-6, bos_token_id=100000, eos_token_ids=(100001,),
@@ -177,16 +178,17 @@ def preset(name: str) -> ModelConfig:
 
 # Attributes of a Hugging Face config that do not change the inference result of the models we run.
 _INERT = frozenset({
-    "architectures", "attention_dropout", "auto_map", "dtype", "head_dim", "hidden_dropout", "id2label", "initializer_range",
-    "label2id", "layer_types", "max_window_layers", "name_or_path", "_name_or_path", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version",
-    "transformers.js_config", "unsloth_fixed", "use_cache", "is_llama_config", "rope_interleaved", "_attn_implementation_autoset",
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "dtype", "hidden_dropout",
+    "id2label", "initializer_range", "is_llama_config", "label2id", "max_window_layers", "name_or_path", "output_router_logits",
+    "pad_token_id", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "use_cache",
 })  # fmt: skip
 _READ = frozenset({
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps",
     "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "bos_token_id", "eos_token_id", "sliding_window",
-    "use_sliding_window", "num_local_experts", "num_experts_per_tok",
+    "use_sliding_window", "num_local_experts", "num_experts_per_tok", "head_dim", "layer_types", "pretraining_tp",
+    "rope_interleaved",
 })  # fmt: skip
 _MODEL_TYPES = ("llama", "qwen2", "mixtral")
 

@@ -1,6 +1,7 @@
 """The paged KV cache: arrays, slot arithmetic, and how many pages fit."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def create_kv_cache(
     return KVCache([zeros() for _ in range(config.num_layers)], [zeros() for _ in range(config.num_layers)])
 
 
-def free_device_bytes(device: jax.Device) -> int | None:
+def free_device_bytes(device: Any) -> int | None:
     """Bytes that the allocator of `device` can still hand out, or None where the platform does not say (CPU)."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:

@@ -134,13 +134,15 @@ def o_proj(step: StepInputs, layer: DecoderLayer, decoded: Array, prefilled: Arr
 
 
 def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
-    """Experts of each token, int32[T, experts_per_token], and their weights: softmax over all, then renormalised over the chosen."""
+    """Experts of each token, int32[T, experts_per_token], and weights: softmax over all, renormalised over the chosen."""
     scores = jnp.matmul(h, layer.router[...], preferred_element_type=jnp.float32)
     weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts_per_token)
     return experts, weights / weights.sum(-1, keepdims=True)
 
 
-def experts(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array) -> Float[Array, "T D"]:
+def experts(
+    config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array
+) -> Float[Array, "T D"]:
     """This rank's part of the mixture: tokens sorted by expert, two grouped GEMMs, weighted sum back per token."""
     T, top = chosen.shape
     flat = chosen.reshape(-1)
@@ -178,9 +180,7 @@ OPERATIONS: dict[str, Operation] = {
     "o_proj": Operation(("decoded", "prefilled"), ("o",), lambda c, s, l, d, p: (o_proj(s, l, d, p),)),
     "attn_all_reduce": Operation(("o", "x"), ("x",), lambda c, s, l, o, x: (x + all_reduce(o),)),
     "ffn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.ffn_norm[...], x),)),
-    "gate_up_proj": Operation(
-        ("h",), ("ffn",), lambda c, s, l, h: (kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)
-    ),
+    "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)),
     "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (kernels.gemm(f, l.down_proj[...]),)),
     "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
     "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, l, h, e, w),)),

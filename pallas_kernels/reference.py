@@ -109,7 +109,7 @@ def prefill_attention(
 ) -> Float[Array, "T K G H"]:
     """Causal attention of ragged chunks whose keys, this step's included, are in the cache.
 
-    Query j of row s is token q_starts[s] + j and has position kv_lens[s] - q_lens[s] + j. Tokens that no row covers return zeros.
+    Query j of row s is token q_starts[s] + j and has position kv_lens[s] - q_lens[s] + j. Tokens of no row return zeros.
     """
     tables = _whole_chunks(block_tables, k_pages.shape[2])
     T = q.shape[0]
@@ -123,9 +123,7 @@ def prefill_attention(
             start = q_starts[row] + first
             covered = first + lane < q_lens[row]
             position = jnp.where(covered, kv_lens[row] - q_lens[row] + first + lane, -1)
-            result = _attend(
-                lax.dynamic_slice_in_dim(padded, start, _QUERY_TILE), position, k_pages, v_pages, tables[row]
-            )
+            result = _attend(lax.dynamic_slice_in_dim(padded, start, _QUERY_TILE), position, k_pages, v_pages, tables[row])
             before = lax.dynamic_slice_in_dim(out, start, _QUERY_TILE)
             merged = jnp.where(covered[:, None, None, None], result, before)
             return lax.dynamic_update_slice_in_dim(out, merged, start, 0)

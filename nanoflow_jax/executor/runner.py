@@ -134,9 +134,7 @@ class ModelRunner:
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
         self._layout = layout
         self._graph, self._weights = nnx.split(decoder)
-        self._cache = create_kv_cache(
-            config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype
-        )
+        self._cache = create_kv_cache(config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._forwards: dict[BatchShape, Any] = {}
@@ -241,7 +239,13 @@ class ModelRunner:
 
 
 def _sample_step(
-    row_logits: jax.Array, last_tokens: jax.Array, packed: jax.Array, *, shape: BatchShape, mode: SamplingMode, num_logprobs: int
+    row_logits: jax.Array,
+    last_tokens: jax.Array,
+    packed: jax.Array,
+    *,
+    shape: BatchShape,
+    mode: SamplingMode,
+    num_logprobs: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples every row; returns int32[S, 2 + 2 n] (token, logprob bits, top ids, top logprob bits) and the new last tokens."""
     batch = unpack(packed, shape)
@@ -251,11 +255,12 @@ def _sample_step(
     last_tokens = last_tokens.at[target].set(sampled.token_ids, mode="drop")
     columns = [sampled.token_ids[:, None], _bits(sampled.logprobs)[:, None]]
     if num_logprobs:
+        assert sampled.top_ids is not None and sampled.top_logprobs is not None
         columns += [sampled.top_ids, _bits(sampled.top_logprobs)]
     return jnp.concatenate(columns, axis=1), last_tokens
 
 
-def _bits(x: jax.Array | None) -> jax.Array:
+def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 

@@ -6,6 +6,7 @@ shapes and how they are divided over ranks; loaders fill it, `build_decoder` mak
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ class ParameterSpec:
 
 
 def layer_parameter_specs(config: ModelConfig, layout: ParallelLayout) -> dict[str, ParameterSpec]:
-    """Attribute of `DecoderLayer` -> spec. Axes: D d_model, K KV heads, G queries per KV head, H head_dim, F d_ff, E experts."""
+    """Attribute of `DecoderLayer` -> spec. D d_model, K KV heads, G queries per KV head, H head_dim, F d_ff, E experts."""
     D, F, E, H = config.d_model, config.d_ff, config.num_experts, config.head_dim
     K, G = layout.num_kv_heads, layout.group_size
     specs = {
@@ -61,11 +62,15 @@ def parameter_specs(config: ModelConfig, layout: ParallelLayout) -> dict[str, Pa
     return specs
 
 
+# A parameter, or what stands for it in its place: jax.Array, jax.ShapeDtypeStruct, PartitionSpec.
+Leaf = Any
+
+
 class DecoderLayer(nnx.Module):
     """One layer's parameters; those that the model lacks are None. Shapes are in `layer_parameter_specs`."""
 
-    def __init__(self, arrays: Mapping[str, jax.Array]):
-        def param(name: str) -> nnx.Param | None:
+    def __init__(self, arrays: Mapping[str, Leaf]):
+        def param(name: str) -> Any:
             return nnx.Param(arrays[name]) if name in arrays else None
 
         self.attn_norm = param("attn_norm")
@@ -83,7 +88,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """All parameters of a model. `lm_head` is None where the embedding serves as the output projection (tied)."""
 
-    def __init__(self, config: ModelConfig, arrays: Mapping[str, jax.Array]):
+    def __init__(self, config: ModelConfig, arrays: Mapping[str, Leaf]):
         self.embed = nnx.Param(arrays["embed"])
         self.layers = nnx.List(
             DecoderLayer(

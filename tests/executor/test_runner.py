@@ -1,0 +1,112 @@
+"""The runner: compiled once, pool in place, tokens fed back on the device, refusals at the edge."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nanoflow_jax.batch import BatchShape, empty_batch
+from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes
+from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit
+from tests.model.steps import golden, tiny_model
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    model = tiny_model("llama3-tiny", 2)
+    options = RunnerConfig(b_dense=48, max_sequences=4, page_size=4, num_pages=4096, max_context=128)
+    runner = ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+    seen = []
+    runner.warm_up(lambda *progress: seen.append(progress))
+    assert seen[-1][0] == "ready"
+    assert [done for _, done, _ in seen] == list(range(seen[-1][2] + 1))
+    return runner
+
+
+def prompt_batch(runner: ModelRunner, ids: np.ndarray):
+    batch = empty_batch(runner.shapes[-1])
+    n = len(ids)
+    batch.token_ids[:n], batch.positions[:n] = ids, np.arange(n)
+    batch.slots[:n] = 4 + np.arange(n)
+    batch.block_tables[0, :20] = np.arange(1, 21)
+    batch.q_lens[0] = batch.kv_lens[0] = n
+    batch.sequence_rows[0] = 2
+    return batch
+
+
+def decode_batch(runner: ModelRunner, position: int):
+    """The token is the device's: the host does not know it."""
+    batch = empty_batch(runner.shapes[0])
+    batch.num_decode = np.int32(1)
+    batch.token_rows[0], batch.positions[0], batch.slots[0] = 2, position, 4 + position
+    batch.block_tables[0, :20] = np.arange(1, 21)
+    batch.q_lens[0], batch.kv_lens[0], batch.sequence_rows[0] = 1, position + 1, 2
+    return batch
+
+
+def test_greedy_tokens_are_fed_back_without_the_host(runner: ModelRunner) -> None:
+    expected = golden("llama3-tiny")
+    ids = expected["input_ids"]
+    compiled = runner.num_compilations
+    steps = [runner.launch(prompt_batch(runner, ids))]
+    steps += [runner.launch(decode_batch(runner, len(ids) + i)) for i in range(23)]
+    assert [int(step.result().token_ids[0]) for step in steps] == expected["greedy_ids"].tolist()
+    assert runner.num_compilations == compiled
+
+
+def test_logprobs_are_of_the_raw_logits(runner: ModelRunner) -> None:
+    expected = golden("llama3-tiny")
+    batch = prompt_batch(runner, expected["input_ids"])
+    batch.temperature[0], batch.top_k[0] = 0.7, 3
+    result = runner.launch(batch, num_logprobs=5).result()
+    raw = expected["logits"][-1].astype(np.float64)
+    raw -= np.log(np.exp(raw - raw.max()).sum()) + raw.max()
+    order = np.argsort(-raw)[:MAX_LOGPROBS]
+    np.testing.assert_array_equal(result.top_ids[0], order)
+    np.testing.assert_allclose(result.top_logprobs[0], raw[order], atol=5e-5)
+    assert result.token_ids[0] in order[:3]
+    np.testing.assert_allclose(result.logprobs[0], raw[result.token_ids[0]], atol=5e-5)
+
+
+def test_the_pool_is_updated_in_place(runner: ModelRunner) -> None:
+    per_rank = runner.pool_bytes // 2
+    for shape in runner.shapes:
+        memory = runner.forward_memory(shape)
+        assert memory.alias_size_in_bytes >= per_rank
+        assert memory.temp_size_in_bytes < per_rank / 8
+
+
+def test_a_shape_that_was_not_compiled_is_refused(runner: ModelRunner) -> None:
+    with pytest.raises(KeyError):
+        runner.launch(empty_batch(BatchShape(7, 4, runner.pages_per_seq)))
+    with pytest.raises(ValueError, match="num_logprobs=21"):
+        runner.launch(empty_batch(runner.shapes[0]), num_logprobs=21)
+
+
+def test_shapes() -> None:
+    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8)] == [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
+    assert [s.num_tokens for s in step_shapes(16, 4, 8)] == [16]
+    assert [s.num_tokens for s in step_shapes(5, 4, 8)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"b_dense": 0}, "b_dense=0"),
+        ({"b_dense": 8, "max_sequences": 9}, "max_sequences=9 exceeds b_dense=8"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.0"),
+        ({"page_size": -1}, "page_size=-1"),
+    ],
+)
+def test_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunnerConfig(**options)
+
+
+def test_pool_sizes() -> None:
+    assert pages_that_fit(1000, 100, reserve_bytes=250) == 7
+    with pytest.raises(ValueError, match="does not fit"):
+        pages_that_fit(1000, 600, reserve_bytes=0)
+    model = tiny_model("llama3-tiny")
+    for num_pages, page_size, message in [(1, 16, "num_pages=1"), (2**27, 16, "do not fit in int32")]:
+        with pytest.raises(ValueError, match=message):
+            create_kv_cache(model.config, model.layout, model.mesh, num_pages=num_pages, page_size=page_size, dtype=jnp.float32)
