@@ -57,9 +57,9 @@ class EventBridge:
     """Carries events from the engine's thread to the event loop: one wake-up per batch, no waiting on either side."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called in the loop when a request ended because of an error inside the engine."""
+        """`on_failure` is called in the loop when the engine may have failed: a request did, or was not taken."""
         self._loop = loop
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._events: collections.deque[tuple[Connection, Generation, RequestEvent]] = collections.deque()
         self._scheduled = False
 
@@ -83,7 +83,7 @@ class EventBridge:
         for connection in touched:
             connection.flush()
         if failed:
-            self._on_failure()
+            self.on_failure()
 
 
 class Transport(Protocol):
@@ -208,9 +208,10 @@ class Connection:
             self._finish(
                 generation, Error(code=ErrorCode.INTERNAL, message=event.error or "the engine failed", id=generation.id)
             )
+        elif event.usage is None or event.timing is None:
+            message = "the engine stopped before it took the request"
+            self._finish(generation, Error(code=ErrorCode.SHUTTING_DOWN, message=message, id=generation.id))
         else:
-            assert event.usage is not None
-            assert event.timing is not None
             finished = protocol.Finished(
                 id=generation.id,
                 finish_reason=event.finish_reason,
@@ -304,6 +305,8 @@ class Connection:
                 case _:
                     return await backends.answer(self._backend, message)
         except RequestRejected as rejected:
+            if rejected.code is runtime.RejectCode.SHUTTING_DOWN:
+                self._bridge.on_failure()
             return Error(code=backends.REJECTED[rejected.code], message=str(rejected), id=message.id)
         except ProtocolError as error:
             return Error(code=error.code, message=error.message, id=message.id)

@@ -11,6 +11,7 @@ import enum
 import logging
 import socket
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from serve.connection import Connection, ConnectionLimits, EventBridge
 from serve.protocol import ErrorCode
 
 _log = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0  # for the step that is under way when the engine is stopped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class Ending(enum.Enum):
     DRAINED = "drained"  # every running request finished
     CUT_SHORT = "cut short"  # the time limit passed, or it was told to stop at once
     FAILED = "failed"  # the engine did
+    HUNG = "hung"  # a step of the device does not end; the engine's thread still waits for it
 
 
 class Server:
@@ -129,28 +133,40 @@ class Server:
     async def _end_requests(self) -> Ending:
         """Waits for running requests as long as it may; the rest are told why they end."""
         service = self._backend.service
-        if self._failed.is_set():
-            await asyncio.to_thread(service.stop)
-            return Ending.FAILED
-        timeout_s = self._config.drain_timeout_s
-        _log.info("shutting down: refusing new requests, up to %g s for %d running", timeout_s, self._num_running())
-        drain = asyncio.create_task(asyncio.to_thread(service.drain, timeout_s))
-        stop_now = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait((drain, stop_now), return_when=asyncio.FIRST_COMPLETED)
-        stop_now.cancel()
-        drained = drain.done() and drain.result()
+        drained = False
+        if not self._failed.is_set():
+            drained = await self._drain()
         if not drained:
-            reason = "the server was told to stop at once" if self._stop_now.is_set() else f"not finished after {timeout_s:g} s"
+            reason = (
+                "the engine failed" if self._failed.is_set()
+                else "the server was told to stop at once" if self._stop_now.is_set()
+                else f"not finished after {self._config.drain_timeout_s:g} s"
+            )  # fmt: skip
             _log.warning("stopping with %d requests running: %s", self._num_running(), reason)
             for connection in self._connections:
                 connection.refuse_open(ErrorCode.SHUTTING_DOWN, reason)
-        await asyncio.to_thread(service.stop)
-        await drain
+        stopped = await asyncio.to_thread(service.stop, _STOP_TIMEOUT_S)
+        if not stopped:
+            return Ending.HUNG
+        if self._failed.is_set():
+            return Ending.FAILED
         return Ending.DRAINED if drained else Ending.CUT_SHORT
+
+    async def _drain(self) -> bool:
+        """Whether all running requests finished within the time there is."""
+        left_s = self._config.drain_timeout_s
+        _log.info("shutting down: refusing new requests, up to %g s for %d running", left_s, self._num_running())
+        deadline_s = time.monotonic() + left_s
+        # In short waits, because a thread's wait cannot be cut short by a second signal.
+        while not await asyncio.to_thread(self._backend.service.drain, max(0.0, min(left_s, 0.2))):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self._stop_now.is_set() or self._failed.is_set():
+                return False
+        return True
 
     async def _end_connections(self, ending: Ending) -> None:
         """Lets clients read their last answers, for as long as a goodbye may take."""
-        await asyncio.sleep(0)  # events of the last step are in the bridge; the loop delivers them first
+        await asyncio.sleep(0)  # the last events are in the bridge, and the loop's next round delivers them
         tasks = list(self._connections.values())
         for connection in list(self._connections):
             connection.close()
