@@ -15,7 +15,7 @@ from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.tokenizer import Tokenizer, load_tokenizer
 from serve import protocol
-from serve.address import Address, TcpAddress
+from serve.address import Address, TcpAddress, UnixAddress, parse_address
 from serve.async_client import AsyncClient
 from serve.backend import Backend
 from serve.connection import ConnectionLimits
@@ -71,8 +71,11 @@ class Serving:
 
     async def raw(self) -> "RawClient":
         """A client that can misbehave, after its handshake."""
-        host, port = self.address.rsplit(":", 1)
-        raw = RawClient(*await asyncio.open_connection(host, int(port)))
+        match parse_address(self.address):
+            case TcpAddress(host=host, port=port):
+                raw = RawClient(*await asyncio.open_connection(host, port))
+            case UnixAddress(path=path):
+                raw = RawClient(*await asyncio.open_unix_connection(path))
         raw.write({"type": "hello", "version": protocol.PROTOCOL_VERSION})
         assert isinstance(await raw.read(), protocol.Welcome)
         return raw
@@ -130,9 +133,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     runner = runner or mock_runner()
     backend = make_backend(runner, **backend_options)
-    config = ServerConfig(
-        address=address, limits=limits, max_connections=max_connections, drain_timeout_s=drain_timeout_s
-    )
+    config = ServerConfig(address=address, limits=limits, max_connections=max_connections, drain_timeout_s=drain_timeout_s)
     server = Server(backend, config)
     ready: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
     ending = asyncio.create_task(server.run(ready.set_result))

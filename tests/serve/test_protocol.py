@@ -1,6 +1,7 @@
 """Messages survive the wire, frames survive any cutting of the stream, and what is no message says which error it is."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import typing
@@ -38,7 +39,7 @@ def read_all(pieces: list[bytes], max_bytes: int = protocol.MAX_FRAME_BYTES) -> 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     borders = [0, *sorted(c % (len(data) + 1) for c in cuts), len(data)]
-    return [data[a:b] for a, b in zip(borders, borders[1:], strict=False) if b > a]
+    return [data[a:b] for a, b in itertools.pairwise(borders) if b > a]
 
 
 @given(messages.client_messages)

@@ -37,7 +37,10 @@ def test_text_token_ids_and_chat_are_the_same_prompt():
             params = SamplingParams(max_tokens=8)
             for prompt, ids in (
                 ("Hello there", tokenizer().encode("Hello there")),
-                ([ChatMessage(role="user", content="Hi")], tokenizer().apply_chat_template([{"role": "user", "content": "Hi"}])),
+                (
+                    [ChatMessage(role="user", content="Hi")],
+                    tokenizer().apply_chat_template([{"role": "user", "content": "Hi"}]),
+                ),
             ):
                 answer = await client.generate(prompt, params)
                 assert answer.usage.prompt_tokens == len(ids)
