@@ -191,6 +191,11 @@ class Connection:
         self._transport.write_eof()
         asyncio.get_running_loop().call_later(self._limits.goodbye_timeout_s, self._transport.abort)
 
+    def abort(self) -> None:
+        """Ends the connection without waiting for anything; what was not sent yet is lost."""
+        self.close()
+        self._transport.abort()
+
     def refuse_open(self, code: ErrorCode, message: str) -> None:
         """Answers every open generation with an error; used when the server stops before they have finished."""
         for generation in list(self._generations.values()):

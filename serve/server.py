@@ -5,7 +5,6 @@ by `stop_now` (the second), or because the engine failed.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import enum
 import logging
@@ -126,36 +125,33 @@ class Server:
 
     def _check_engine(self) -> None:
         health = self._backend.service.health()
-        if health.state == "failed":
+        if health.state == "failed" and not self._failed.is_set():
             _log.error("the engine failed: %s", health.error)
             self._failed.set()
 
     async def _end_requests(self) -> Ending:
         """Waits for running requests as long as it may; the rest are told why they end."""
-        service = self._backend.service
-        drained = False
-        if not self._failed.is_set():
-            drained = await self._drain()
-        if not drained:
-            reason = (
-                "the engine failed" if self._failed.is_set()
-                else "the server was told to stop at once" if self._stop_now.is_set()
-                else f"not finished after {self._config.drain_timeout_s:g} s"
-            )  # fmt: skip
-            _log.warning("stopping with %d requests running: %s", self._num_running(), reason)
+        drained = not self._failed.is_set() and await self._drain()
+        if not drained and not self._failed.is_set():
+            limit = f"not finished after {self._config.drain_timeout_s:g} s"
+            reason = "the server was told to stop at once" if self._stop_now.is_set() else limit
+            _log.warning("stopping with %d requests running: %s", self._backend.counters.generations_open, reason)
             for connection in self._connections:
                 connection.refuse_open(ErrorCode.SHUTTING_DOWN, reason)
-        stopped = await asyncio.to_thread(service.stop, _STOP_TIMEOUT_S)
-        if not stopped:
-            return Ending.HUNG
+        # A failed engine tells every request itself.
+        stopped = await asyncio.to_thread(self._backend.service.stop, _STOP_TIMEOUT_S)
         if self._failed.is_set():
             return Ending.FAILED
+        if not stopped:
+            return Ending.HUNG
         return Ending.DRAINED if drained else Ending.CUT_SHORT
 
     async def _drain(self) -> bool:
         """Whether all running requests finished within the time there is."""
         left_s = self._config.drain_timeout_s
-        _log.info("shutting down: refusing new requests, up to %g s for %d running", left_s, self._num_running())
+        _log.info(
+            "shutting down: refusing new requests, up to %g s for %d running", left_s, self._backend.counters.generations_open
+        )
         deadline_s = time.monotonic() + left_s
         # In short waits, because a thread's wait cannot be cut short by a second signal.
         while not await asyncio.to_thread(self._backend.service.drain, max(0.0, min(left_s, 0.2))):
@@ -167,19 +163,15 @@ class Server:
     async def _end_connections(self, ending: Ending) -> None:
         """Lets clients read their last answers, for as long as a goodbye may take."""
         await asyncio.sleep(0)  # the last events are in the bridge, and the loop's next round delivers them
-        tasks = list(self._connections.values())
         for connection in list(self._connections):
             connection.close()
-        if tasks and not self._stop_now.is_set():
-            await asyncio.wait(tasks, timeout=self._config.limits.goodbye_timeout_s)
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._connections and not self._stop_now.is_set():
+            await asyncio.wait(self._connections.values(), timeout=self._config.limits.goodbye_timeout_s)
+        for connection in list(self._connections):
+            connection.abort()
+        if self._connections:  # what holds one of them now is a tokenizer's thread
+            await asyncio.wait(self._connections.values(), timeout=_STOP_TIMEOUT_S)
         _log.info("ended: %s", ending.value)
-
-    def _num_running(self) -> int:
-        return self._backend.counters.generations_open
 
 
 async def _first(*events: asyncio.Event) -> None:
