@@ -18,23 +18,22 @@ LONG = SamplingParams(max_tokens=120)
 
 def test_drain_refuses_new_requests_and_finishes_running_ones():
     async def test() -> None:
-        async with serving(mock_runner(step_time_s=0.003)) as s:
-            async with await s.client() as client, await s.client() as whole:
-                stream = await client.stream([3, 4], LONG)
-                waiting = asyncio.create_task(whole.generate([3, 5], LONG))
-                await anext(stream)
-                s.server.shut_down()
-                await eventually(lambda: s.backend.service.health().state == "draining")
-                with pytest.raises(ServerError) as caught:
-                    await client.generate([3])
-                assert caught.value.code is ErrorCode.SHUTTING_DOWN
-                assert (await client.health()).state == "draining"
-                with pytest.raises(OSError):
-                    await s.client()
-                assert [c async for c in stream]
-                assert stream.result.token_ids == plain_decode(s.runner.config, [3, 4], LONG)
-                assert (await waiting).token_ids == plain_decode(s.runner.config, [3, 5], LONG)
-                assert await s.ending is Ending.DRAINED
+        async with serving(mock_runner(step_time_s=0.003)) as s, await s.client() as client, await s.client() as whole:
+            stream = await client.stream([3, 4], LONG)
+            waiting = asyncio.create_task(whole.generate([3, 5], LONG))
+            await anext(stream)
+            s.server.shut_down()
+            await eventually(lambda: s.backend.service.health().state == "draining")
+            with pytest.raises(ServerError) as caught:
+                await client.generate([3])
+            assert caught.value.code is ErrorCode.SHUTTING_DOWN
+            assert (await client.health()).state == "draining"
+            with pytest.raises(OSError):
+                await s.client()
+            assert [c async for c in stream]
+            assert stream.result.token_ids == plain_decode(s.runner.config, [3, 4], LONG)
+            assert (await waiting).token_ids == plain_decode(s.runner.config, [3, 5], LONG)
+            assert await s.ending is Ending.DRAINED
 
     run(test())
 

@@ -262,12 +262,12 @@ def test_a_slow_reader_that_comes_back_learns_the_reason(tmp_path):
 
 def test_a_request_larger_than_a_frame_is_refused_by_the_client():
     async def test() -> None:
-        async with serving(limits=ConnectionLimits(max_frame_bytes=2000, goodbye_timeout_s=1.0)) as s:
-            async with await s.client() as client:
-                with pytest.raises(ServerError) as caught:
-                    await client.generate("x" * 3000)
-                assert caught.value.code is ErrorCode.FRAME_TOO_LARGE
-                assert (await client.health()).state == "running"
+        limits = ConnectionLimits(max_frame_bytes=2000, goodbye_timeout_s=1.0)
+        async with serving(limits=limits) as s, await s.client() as client:
+            with pytest.raises(ServerError) as caught:
+                await client.generate("x" * 3000)
+            assert caught.value.code is ErrorCode.FRAME_TOO_LARGE
+            assert (await client.health()).state == "running"
 
     run(test())
 
