@@ -118,7 +118,7 @@ class Batcher:
             assert (sequence is None) == (table.phase[row] == Phase.FREE), f"{row=}"
             assert sequence is None or (sequence.row == row and not sequence.finished), f"{row=}"
         running = table.phase != Phase.FREE
-        assert (table.num_pages[~running] == 0).all()
+        assert (table.num_pages[~running | (table.phase == Phase.ENDING)] == 0).all(), "pages of a sequence that needs none"
         needed = -(-np.maximum(table.kv_len, table.target) // self.page_size)
         holding = running & (table.phase != Phase.ENDING)
         assert (table.num_pages[holding] == needed[holding]).all(), "a sequence owns too many or too few pages"

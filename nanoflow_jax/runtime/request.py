@@ -85,7 +85,7 @@ class RequestRejected(ValueError):  # noqa: N818 (it is an answer, not a fault)
         self.value = value
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-softmax of the raw logits (before temperature and filters) at one output position.
 
     `top` holds (token id, log-probability) of the likeliest tokens, likeliest first.
@@ -96,7 +96,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens of a request. `cached_tokens` counts prompt tokens whose K and V were found in the pool instead of computed."""
 
     prompt_tokens: int
@@ -104,7 +104,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Timing(msgspec.Struct, frozen=True):
+class Timing(msgspec.Struct, frozen=True, gc=False):
     """Seconds since submission; None for what did not happen."""
 
     admitted_s: float | None
@@ -112,7 +112,7 @@ class Timing(msgspec.Struct, frozen=True):
     finished_s: float
 
 
-class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
+class RequestEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one request. The last event, and only that one, has a finish reason, usage and timing.
 
     Joining `token_ids` and `text` over a request's events gives its whole output. The token that ended a request (EOS or a stop
@@ -175,7 +175,7 @@ def validate_params(params: SamplingParams, limits: Limits) -> None:
     _check_real(params, "top_p", 0.0, 1.0)
     _check_real(params, "min_p", 0.0, 1.0)
     _check_integer(params, "top_k", 0, 2**31 - 1)
-    _check_integer(params, "max_tokens", 1, limits.max_context)
+    _check_integer(params, "max_tokens", 1, 2**31 - 1)
     if params.seed is not None:
         _check_integer(params, "seed", 0, 2**32 - 1)
     if params.logprobs is not None:

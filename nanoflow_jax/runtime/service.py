@@ -138,8 +138,10 @@ class EngineService:
             self._condition.wait_for(
                 lambda: self._submitted or self._cancelled or self._engine.busy or self._state == "stopped"
             )
+            if self._state == "stopped":
+                return False
             self._step_began_s = time.perf_counter()
-            return self._state != "stopped"
+            return True
 
     def _take_orders(self) -> None:
         with self._condition:
