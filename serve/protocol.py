@@ -123,7 +123,7 @@ class Tokenize(_Message, tag="tokenize"):
 class Detokenize(_Message, tag="detokenize"):
     id: RequestId
     token_ids: list[TokenId]
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = False
 
 
 class GetModelInfo(_Message, tag="model_info"):

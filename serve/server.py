@@ -58,11 +58,13 @@ class Ending(enum.Enum):
 
 
 class Server:
-    """Serves one backend on one address."""
+    """Serves one backend on one socket."""
 
-    def __init__(self, backend: Backend, config: ServerConfig) -> None:
+    def __init__(self, backend: Backend, config: ServerConfig, bound: socket.socket) -> None:
+        """`bound` is what `bind(config.address)` returned; the server closes it."""
         self._backend = backend
         self._config = config
+        self._socket = bound
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._accepted = 0
         self._shut_down = asyncio.Event()
@@ -77,12 +79,9 @@ class Server:
         self._shut_down.set()
 
     async def run(self, on_ready: Callable[[Address], None]) -> Ending:
-        """Serves until told to end. `on_ready` gets the address with the real port once clients can connect.
-
-        Raises:
-          OSError: the address cannot be listened on.
-        """
-        listener, address = await self._listen()
+        """Serves until told to end. `on_ready` gets the address with the real port once clients can connect."""
+        listener = await self._listen()
+        address = bound_address(self._config.address, self._socket)
         try:
             on_ready(address)
             await _first(self._shut_down, self._failed)
@@ -95,15 +94,10 @@ class Server:
         await self._end_connections(ending)
         return ending
 
-    async def _listen(self) -> tuple[asyncio.Server, Address]:
-        address = self._config.address
-        if isinstance(address, UnixAddress):
-            _remove_dead_socket(address.path)
-            listener = await asyncio.start_unix_server(self._accept, path=address.path)
-            address.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-            return listener, address
-        listener = await asyncio.start_server(self._accept, address.host, address.port)
-        return listener, TcpAddress(address.host, listener.sockets[0].getsockname()[1])
+    async def _listen(self) -> asyncio.Server:
+        if self._socket.family == socket.AF_UNIX:
+            return await asyncio.start_unix_server(self._accept, sock=self._socket)
+        return await asyncio.start_server(self._accept, sock=self._socket)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _notice_dead_peer(writer.get_extra_info("socket"))
@@ -182,6 +176,41 @@ async def _first(*events: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
+
+
+def bind(address: Address) -> socket.socket:
+    """A socket that holds the address and does not listen yet: what loads for minutes can first make sure of its place.
+
+    Raises:
+      OSError: the address is not ours to take, or somebody else has it.
+    """
+    if isinstance(address, UnixAddress):
+        _remove_dead_socket(address.path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(str(address.path))
+            address.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    failure: OSError | None = None
+    for family, kind, proto, _, sockaddr in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(sockaddr)
+        except OSError as error:  # a host may have an address of a family that this machine does not speak
+            failure = OSError(error.errno, f"cannot listen on {address}: {error.strerror}")
+            sock.close()
+        else:
+            return sock
+    raise failure or OSError(f"cannot listen on {address}: the host has no address")
+
+
+def bound_address(address: Address, bound: socket.socket) -> Address:
+    """The address that clients use: with the port that the system picked where 0 was asked for."""
+    return address if isinstance(address, UnixAddress) else TcpAddress(address.host, bound.getsockname()[1])
 
 
 def _remove_dead_socket(path: Path) -> None:

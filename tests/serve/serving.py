@@ -19,7 +19,7 @@ from serve.address import Address, TcpAddress, UnixAddress, parse_address
 from serve.async_client import AsyncClient
 from serve.backend import Backend
 from serve.connection import ConnectionLimits
-from serve.server import Ending, Server, ServerConfig
+from serve.server import Ending, Server, ServerConfig, bind
 from tests.runtime.mock_runner import MockRunner, tiny_config
 
 TINY = Path(__file__).parent.parent / "data" / "tiny" / "llama3-tiny"
@@ -131,17 +131,15 @@ async def serving(
     drain_timeout_s: float = 10.0,
     **backend_options: Any,
 ) -> AsyncIterator[Serving]:
+    config = ServerConfig(address=address, limits=limits, max_connections=max_connections, drain_timeout_s=drain_timeout_s)
+    bound = bind(address)
     runner = runner or mock_runner()
     backend = make_backend(runner, **backend_options)
-    config = ServerConfig(address=address, limits=limits, max_connections=max_connections, drain_timeout_s=drain_timeout_s)
-    server = Server(backend, config)
+    server = Server(backend, config, bound)
     ready: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
     ending = asyncio.create_task(server.run(ready.set_result))
-    await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
-    if ending.done():
-        ending.result()
     try:
-        yield Serving(server, backend, runner, str(ready.result()), ending)
+        yield Serving(server, backend, runner, str(await ready), ending)
     finally:
         if not ending.done():
             server.shut_down()
