@@ -15,8 +15,28 @@ from jaxtyping import Array, Float, Int
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.models.decoder import Decoder, DecoderLayer
-from nanoflow_jax.parallel import TP, all_gather_columns, all_reduce
-from pallas_kernels import reference as kernels
+from nanoflow_jax.parallel import TP, all_gather, all_reduce
+from pallas_kernels import reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """One implementation of each kernel, with the signatures of `pallas_kernels.reference`."""
+
+    gemm: Callable[..., Array]
+    grouped_gemm: Callable[..., Array]
+    append_kv: Callable[..., tuple[Array, Array, Array]]
+    decode_attention: Callable[..., Array]
+    prefill_attention: Callable[..., Array]
+
+
+REFERENCE_KERNELS = Kernels(
+    gemm=reference.gemm,
+    grouped_gemm=reference.grouped_gemm,
+    append_kv=reference.append_kv,
+    decode_attention=reference.decode_attention,
+    prefill_attention=reference.prefill_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +56,7 @@ class StepInputs:
     kv_lens: jax.Array  # int32[S], up to the range's last token of the row
     q_starts: jax.Array  # int32[S], within the range
     q_lens: jax.Array  # int32[S]; 0 for decoding rows and rows outside the range
+    kernels: Kernels
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -54,7 +75,9 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def step_inputs(config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None) -> StepInputs:
+def step_inputs(
+    config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None, kernels: Kernels = REFERENCE_KERNELS
+) -> StepInputs:
     """The inputs for tokens [start, stop) of the batch, by default all; a prefill row's queries are clipped to the range."""
     shape = batch.shape
     stop = shape.num_tokens if stop is None else stop
@@ -79,6 +102,7 @@ def step_inputs(config: ModelConfig, batch: Batch, start: int = 0, stop: int | N
         kv_lens=batch.kv_lens - (batch.q_starts + batch.q_lens - last),
         q_starts=first - start,
         q_lens=q_lens,
+        kernels=kernels,
     )
 
 
@@ -98,7 +122,7 @@ def logits(config: ModelConfig, decoder: Decoder, x: Float[Array, "S D"]) -> Flo
         local = jax.lax.dot_general(h, decoder.embed[...], contracting, preferred_element_type=jnp.float32)
     else:
         local = jnp.matmul(h, decoder.lm_head[...], preferred_element_type=jnp.float32)
-    full = all_gather_columns(local)
+    full = all_gather(local, axis=1)
     return jnp.where(jnp.arange(full.shape[1], dtype=jnp.int32)[None] < config.vocab_size, full, -jnp.inf)
 
 
@@ -109,28 +133,34 @@ def rms_norm(config: ModelConfig, weight: Float[Array, " D"], x: Float[Array, "T
     return (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
 
 
-def qkv_proj(layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T K G_plus_2 H"]:
+def qkv_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T K G_plus_2 H"]:
     """Queries, key and value of each KV head, with the bias where the model has one."""
     bias = None if layer.qkv_bias is None else layer.qkv_bias[...]
-    return kernels.gemm(h, layer.qkv_proj[...], bias=bias)
+    return step.kernels.gemm(h, layer.qkv_proj[...], bias=bias)
 
 
 def decode_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
     """Attention of the decoding tokens; zeros for the others."""
     num_rows = step.decode_kv_lens.shape[0]
-    out = kernels.decode_attention(q[:num_rows], k_pages, v_pages, step.decode_tables, step.decode_kv_lens)
+    if num_rows == 0:  # a token range behind the last row that could decode
+        return jnp.zeros_like(q)
+    out = step.kernels.decode_attention(q[:num_rows], k_pages, v_pages, step.decode_tables, step.decode_kv_lens)
     return jnp.pad(out, ((0, q.shape[0] - num_rows), (0, 0), (0, 0), (0, 0)))
 
 
 def prefill_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
     """Attention of the prompt chunks; undefined for decoding tokens and padding."""
-    return kernels.prefill_attention(q, k_pages, v_pages, step.block_tables, step.kv_lens, step.q_starts, step.q_lens)
+    return step.kernels.prefill_attention(q, k_pages, v_pages, step.block_tables, step.kv_lens, step.q_starts, step.q_lens)
 
 
-def o_proj(step: StepInputs, layer: DecoderLayer, decoded: Array, prefilled: Array) -> Float[Array, "T D"]:
-    """This rank's part of the attention output projection."""
-    attended = jnp.where(step.is_decode[:, None, None, None], decoded, prefilled)
-    return kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...])
+def merge_attention(step: StepInputs, decoded: Array, prefilled: Array) -> Float[Array, "T K G H"]:
+    """Each token's attention from the kernel that served it, for a range in which both kinds may occur."""
+    return jnp.where(step.is_decode[:, None, None, None], decoded, prefilled)
+
+
+def o_proj(step: StepInputs, layer: DecoderLayer, attended: Float[Array, "T K G H"]) -> Float[Array, "T D"]:
+    """This rank's part of the attention output projection: a partial sum, or, after an all-gather, its columns."""
+    return step.kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...])
 
 
 def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
@@ -141,35 +171,39 @@ def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> 
 
 
 def experts(
-    config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array
+    config: ModelConfig, step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array
 ) -> Float[Array, "T D"]:
     """This rank's part of the mixture: tokens sorted by expert, two grouped GEMMs, weighted sum back per token."""
     T, top = chosen.shape
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat)
     group_sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
-    hidden = kernels.grouped_gemm(h[order // top], layer.experts_gate_up[...], group_sizes, swiglu=True)
-    out = kernels.grouped_gemm(hidden, layer.experts_down[...], group_sizes)
+    hidden = step.kernels.grouped_gemm(h[order // top], layer.experts_gate_up[...], group_sizes, swiglu=True)
+    out = step.kernels.grouped_gemm(hidden, layer.experts_down[...], group_sizes)
     per_choice = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(T, top, -1)
     return jnp.einsum("tkd,tk->td", per_choice.astype(jnp.float32), weights).astype(h.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A node of the layer's graph: `apply(config, step, layer, *reads) -> writes`, each a tuple of named values."""
+    """`apply(config, step, layer, *reads) -> writes`, where reads and writes are the named values of a token range.
+
+    `k_pages` and `v_pages` are the exception: they are the layer's whole pool, whatever the range.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     apply: Callable[..., tuple[Array, ...]]
 
 
+# x is the residual stream, h a normalised copy of it; o and down are what the two halves of a layer add to it.
 OPERATIONS: dict[str, Operation] = {
-    "attn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.attn_norm[...], x),)),
-    "qkv_proj": Operation(("h",), ("qkv",), lambda c, s, l, h: (qkv_proj(l, h),)),
+    "attention_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.attn_norm[...], x),)),
+    "qkv_proj": Operation(("h",), ("qkv",), lambda c, s, l, h: (qkv_proj(s, l, h),)),
     "append_kv": Operation(
         ("qkv", "k_pages", "v_pages"),
         ("q", "k_pages", "v_pages"),
-        lambda c, s, l, qkv, k, v: kernels.append_kv(qkv, s.cos, s.sin, s.slots, k, v),
+        lambda c, s, l, qkv, k, v: s.kernels.append_kv(qkv, s.cos, s.sin, s.slots, k, v),
     ),
     "decode_attention": Operation(
         ("q", "k_pages", "v_pages"), ("decoded",), lambda c, s, l, q, k, v: (decode_attention(s, q, k, v),)
@@ -177,21 +211,27 @@ OPERATIONS: dict[str, Operation] = {
     "prefill_attention": Operation(
         ("q", "k_pages", "v_pages"), ("prefilled",), lambda c, s, l, q, k, v: (prefill_attention(s, q, k, v),)
     ),
-    "o_proj": Operation(("decoded", "prefilled"), ("o",), lambda c, s, l, d, p: (o_proj(s, l, d, p),)),
-    "attn_all_reduce": Operation(("o", "x"), ("x",), lambda c, s, l, o, x: (x + all_reduce(o),)),
+    "merge_attention": Operation(("decoded", "prefilled"), ("attended",), lambda c, s, l, d, p: (merge_attention(s, d, p),)),
+    "attention_all_gather": Operation(("attended",), ("attended",), lambda c, s, l, a: (all_gather(a, axis=1),)),
+    "o_proj": Operation(("attended",), ("o",), lambda c, s, l, a: (o_proj(s, l, a),)),
+    "o_all_reduce": Operation(("o",), ("o",), lambda c, s, l, o: (all_reduce(o),)),
+    "o_all_gather": Operation(("o",), ("o",), lambda c, s, l, o: (all_gather(o, axis=1),)),
+    "attention_residual": Operation(("x", "o"), ("x",), lambda c, s, l, x, o: (x + o,)),
     "ffn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.ffn_norm[...], x),)),
-    "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)),
-    "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (kernels.gemm(f, l.down_proj[...]),)),
+    "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (s.kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)),
+    "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (s.kernels.gemm(f, l.down_proj[...]),)),
     "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
-    "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, l, h, e, w),)),
-    "ffn_all_reduce": Operation(("down", "x"), ("x",), lambda c, s, l, d, x: (x + all_reduce(d),)),
+    "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, s, l, h, e, w),)),
+    "ffn_all_reduce": Operation(("down",), ("down",), lambda c, s, l, d: (all_reduce(d),)),
+    "ffn_residual": Operation(("x", "down"), ("x",), lambda c, s, l, x, d: (x + d,)),
 }
 
 
 def layer_operations(config: ModelConfig) -> tuple[str, ...]:
-    """Names of a layer's operations in an order that respects their reads and writes."""
+    """Names of a layer's operations in an order that respects their reads and writes, for a whole batch at once."""
     attention = (
-        "attn_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "o_proj", "attn_all_reduce", "ffn_norm",
+        "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention", "o_proj",
+        "o_all_reduce", "attention_residual", "ffn_norm",
     )  # fmt: skip
     feed_forward = ("router", "experts") if config.is_moe else ("gate_up_proj", "down_proj")
-    return (*attention, *feed_forward, "ffn_all_reduce")
+    return (*attention, *feed_forward, "ffn_all_reduce", "ffn_residual")

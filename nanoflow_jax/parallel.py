@@ -19,7 +19,9 @@ class ParallelLayout:
     """The sizes of a model once it is divided over `tp_size` ranks; all of them are totals over the ranks.
 
     With fewer KV heads than ranks every KV head is held `kv_replicas` times and its query group is divided among the copies,
-    so that `num_kv_heads` here is the model's times `kv_replicas` and `group_size` the model's divided by it.
+    so that `num_kv_heads` here is the model's times `kv_replicas` and `group_size` the model's divided by it. With
+    `gathered_o_proj` the attention output projection is divided by columns, behind an all-gather of its input, instead of by
+    rows, before an all-reduce of its output.
     """
 
     tp_size: int
@@ -27,6 +29,7 @@ class ParallelLayout:
     group_size: int
     kv_replicas: int
     padded_vocab_size: int
+    gathered_o_proj: bool = False
 
     @property
     def kv_heads_per_rank(self) -> int:
@@ -78,6 +81,6 @@ def all_reduce(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return lax.psum(x, TP)
 
 
-def all_gather_columns(x: Float[Array, "T V_tp"]) -> Float[Array, "T V"]:
-    """Columns of every rank side by side, in rank order."""
-    return lax.all_gather(x, TP, axis=1, tiled=True)
+def all_gather(x: Array, axis: int) -> Array:
+    """Every rank's part of `axis` side by side, in rank order."""
+    return lax.all_gather(x, TP, axis=axis, tiled=True)

@@ -53,9 +53,9 @@ class Dependency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node of the layer's graph.
 
-    `runs` lists the operations (by their names in the architecture's glossary) that one nano-operation of this node performs,
-    in order: small ones travel with a large neighbour. The residual is added where the complete result of `o_proj` and of the
-    feed-forward first exists: in the GEMM when there is no collective behind it, else behind the collective.
+    `runs` lists the entries of `nanoflow_jax.operations.OPERATIONS` that one nano-operation of this node performs, in order:
+    small ones travel with a large neighbour. The residual is added where the complete result of `o_proj` and of the
+    feed-forward first exists: with the GEMM when there is no collective behind it, else with the collective.
     """
 
     name: str
@@ -200,19 +200,21 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
     add("prefill_attention", compute, [Dependency(producer="qkv_proj", causal=True)], tokens="prefill")
     x: Sequence[str] = ("decode_attention", "prefill_attention")
     if partition == "all_gather":
-        x = (add("attention_all_gather", network, x, "all_gather"),)
-    x = (add("o_proj", compute, x),)
+        x = (add("attention_all_gather", network, x),)
+    alone = partition == "none"
+    x = (add("o_proj", compute, x, "o_proj", *(["attention_residual"] if alone else [])),)
     if partition == "all_gather":
-        x = (add("o_all_gather", network, x, "all_gather"),)
+        x = (add("o_all_gather", network, x, "o_all_gather", "attention_residual"),)
     elif partition == "all_reduce":
-        x = (add("o_all_reduce", network, x, "all_reduce"),)
+        x = (add("o_all_reduce", network, x, "o_all_reduce", "attention_residual"),)
+    residual = ["ffn_residual"] if alone else []
     if moe:
-        x = (add("experts", compute, x, "ffn_norm", "router", "experts"),)
+        x = (add("experts", compute, x, "ffn_norm", "router", "experts", *residual),)
     else:
         x = (add("gate_up_proj", compute, x, "ffn_norm", "gate_up_proj"),)
-        x = (add("down_proj", compute, x),)
+        x = (add("down_proj", compute, x, "down_proj", *residual),)
     if partition != "none":
-        add("ffn_all_reduce", network, x, "all_reduce")
+        add("ffn_all_reduce", network, x, "ffn_all_reduce", "ffn_residual")
     return tuple(nodes)
 
 

@@ -9,7 +9,7 @@ from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
-from nanoflow_jax.operations import OPERATIONS, embed, layer_operations, logits, step_inputs
+from nanoflow_jax.operations import OPERATIONS, REFERENCE_KERNELS, Kernels, embed, layer_operations, logits, step_inputs
 
 Probe = Callable[[int, str, dict[str, Array]], None]
 
@@ -21,6 +21,8 @@ def forward(
     last_tokens: Array,
     batch: Batch,
     probe: Probe | None = None,
+    *,
+    kernels: Kernels = REFERENCE_KERNELS,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
 
@@ -28,7 +30,7 @@ def forward(
       last_tokens: int32[max_sequences], the token sampled last for each sequence row.
       probe: called after each operation with (layer index, operation, values by name); for comparing executors.
     """
-    step = step_inputs(config, batch)
+    step = step_inputs(config, batch, kernels=kernels)
     x = embed(decoder, input_tokens(batch, last_tokens))
     k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
     for i, layer in enumerate(decoder.layers):

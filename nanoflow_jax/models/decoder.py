@@ -35,7 +35,7 @@ def layer_parameter_specs(config: ModelConfig, layout: ParallelLayout) -> dict[s
     specs = {
         "attn_norm": ParameterSpec((D,), (None,)),
         "qkv_proj": ParameterSpec((D, K, G + 2, H), (None, TP, None, None)),
-        "o_proj": ParameterSpec((K * G * H, D), (TP, None)),
+        "o_proj": ParameterSpec((K * G * H, D), (None, TP) if layout.gathered_o_proj else (TP, None)),
         "ffn_norm": ParameterSpec((D,), (None,)),
     }
     if config.qkv_bias:

@@ -45,9 +45,10 @@ def golden(name: str) -> Mapping[str, np.ndarray]:
         return dict(arrays)
 
 
-def random_model(config: ModelConfig, tp_size: int, seed: int = 0) -> Model:
+def random_model(config: ModelConfig, tp_size: int, seed: int = 0, gathered_o_proj: bool = False) -> Model:
     """The same random checkpoint whatever the tp_size: tensors are drawn as Hugging Face stores them, then divided."""
-    layout, mesh = parallel_layout(config, tp_size), make_mesh(tp_size)
+    layout = dataclasses.replace(parallel_layout(config, tp_size), gathered_o_proj=gathered_o_proj)
+    mesh = make_mesh(tp_size)
     rng = np.random.default_rng(seed)
     shapes = {n: s for recipe in recipes(config, parallel_layout(config, 1)).values() for n, s in recipe.sources.items()}
     tensors = {}

@@ -25,13 +25,13 @@ def test_logits_and_hidden_states(name: str, tp_size: int) -> None:
     model = tiny_model(name, tp_size)
     host = Host(model, SHAPE, page_size=4, num_pages=64)
     ids = expected["input_ids"].tolist()
-    forward = forward_jit(model, SHAPE, ("ffn_all_reduce",))
+    forward = forward_jit(model, SHAPE, ("ffn_residual",))
     packed = pack(host.batch([Chunk(0, ids, 0)]))
     row_logits, _, seen = forward(nnx.state(model.decoder), host.cache, host.last_tokens, packed)
     np.testing.assert_allclose(np.asarray(row_logits)[0, : model.config.vocab_size], expected["logits"][-1], atol=TOLERANCE)
     # The last golden state lies behind the final norm, which the logits cover.
     for layer in range(model.config.num_layers - 1):
-        hidden = np.asarray(seen[f"{layer}.ffn_all_reduce"])[: len(ids)]
+        hidden = np.asarray(seen[f"{layer}.ffn_residual"])[: len(ids)]
         np.testing.assert_allclose(hidden, expected["hidden_states"][layer + 1], atol=TOLERANCE)
 
 

@@ -1,0 +1,47 @@
+"""Named values of a dense batch, held in pieces: nano-operations of different splits write and read token ranges of them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Rows of a value that belong to tokens [start, stop)."""
+
+    start: int
+    stop: int
+    array: Array
+
+
+class Segments:
+    """One value over the token axis. A later write hides earlier ones where they overlap."""
+
+    def __init__(self) -> None:
+        self._newest_first: list[Segment] = []
+
+    def write(self, start: int, stop: int, array: Array) -> None:
+        assert array.shape[0] == stop - start, f"{array.shape=} for tokens [{start}, {stop})"
+        kept = [s for s in self._newest_first if not (start <= s.start and s.stop <= stop)]
+        self._newest_first = [Segment(start, stop, array), *kept]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Rows of tokens [start, stop): the array itself where one segment is just that range, else slices side by side.
+
+        Raises:
+          KeyError: a token of the range was never written, which means that an order breaks a dependency.
+        """
+        parts: list[Array] = []
+        at = start
+        while at < stop:
+            newest, segment = next(((i, s) for i, s in enumerate(self._newest_first) if s.start <= at < s.stop), (None, None))
+            if newest is None or segment is None:
+                raise KeyError(f"token {at} of [{start}, {stop}) was never written")
+            # Newer segments that begin inside this one hide its rest.
+            until = min([stop, segment.stop, *(s.start for s in self._newest_first[:newest] if at < s.start)])
+            parts.append(segment.array[at - segment.start : until - segment.start])
+            at = until
+        if len(parts) == 1:
+            return parts[0]
+        return jnp.concatenate(parts)
