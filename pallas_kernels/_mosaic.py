@@ -79,9 +79,13 @@ def swizzled_transforms(minor: int, dtype: Any) -> tuple[Any, ...]:
     )
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for TMA copies and wgmma operands; the last two sizes of `shape` are one block, leading ones slots."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled_transforms(shape[-1], dtype))
+def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, global_minor: int = 0) -> Any:
+    """Shared memory for TMA copies and wgmma operands; the last two sizes of `shape` are one block, leading ones slots.
+
+    Blocks come from, or go to, an array in global memory with rows of `global_minor` elements (0: some multiple of a block's).
+    A TMA copy cannot end inside a swizzled row, so the row must divide both.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=swizzled_transforms(math.gcd(shape[-1], global_minor), dtype))
 
 
 def smem_bytes(shape: tuple[int, ...], dtype: Any) -> int:

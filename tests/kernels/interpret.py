@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -16,7 +17,7 @@ _MESH = jax.sharding.AbstractMesh((), (), abstract_device=_DEVICE)
 
 
 @contextlib.contextmanager
-def interpreted(*, zero_fill: bool = False) -> Iterator[None]:
+def interpreted(*, zero_fill: bool = False, detect_races: bool = True) -> Iterator[None]:
     """Kernels traced and run inside are interpreted. Memory starts as NaN, so reading what nothing wrote shows.
 
     `zero_fill` gives copies that reach past the end of an array zeros there, as the TMA does, and then all memory starts as
@@ -24,14 +25,17 @@ def interpreted(*, zero_fill: bool = False) -> Iterator[None]:
 
     Raises:
       AssertionError: the last kernel run inside had a data race between warpgroups or TMA copies of a CTA. The interpreter
-        runs CTAs one after the other, so it cannot see races between them.
+        runs CTAs one after the other and knows no semaphores, so it cannot judge data that CTAs hand to each other: from jax
+        0.11 on it takes that for a race, and `detect_races=False` is for kernels that do so.
     """
-    beyond = {"out_of_bounds_reads": "uninitialized_value", "uninitialized_memory": "zero"} if zero_fill else {}
-    params = _params.InterpretGPUParams(detect_races=True, **beyond)
+    beyond: dict[str, Any] = {"out_of_bounds_reads": "uninitialized_value", "uninitialized_memory": "zero"} if zero_fill else {}
+    params = _params.InterpretGPUParams(detect_races=detect_races, **beyond)
     try:
         with jax.sharding.use_abstract_mesh(_MESH), _params.force_gpu_interpret_mode(params):
             yield
     except Exception:
         _interpreter.reset_gpu_interpret_mode_state()  # a failed kernel leaves its memory behind
         raise
-    assert not _interpreter.get_races().races_found, "data race in an interpreted kernel; see standard output"
+    assert not detect_races or not _interpreter.get_races().races_found, (
+        "data race in an interpreted kernel; see standard output"
+    )

@@ -1,0 +1,290 @@
+"""C = A B on exactly `num_sms` SMs of a Hopper GPU, bf16 in and out, float32 accumulation, with the epilogues models need.
+
+Who does what is a table made on the host by `schedule`: it cuts the work into equal shares, wave boundary or not (stream-K), and
+says whose partial sums a CTA must add. Sums are added in a fixed order, so results repeat bit for bit. SwiGLU keeps two accumulators, one for the gate's columns and one for the same columns of up, so weights need no interleaving.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import _mosaic, _tuning
+from pallas_kernels._gemm_pipeline import BLOCK, CONSUMERS, Segment, activate, block, consumer_offset, consumer_slices, multiply
+from pallas_kernels._tuning import GemmConfig
+
+_SLOTS = 2  # output blocks in flight per consumer
+# Fields of a segment in the schedule.
+_M, _N, _K_BEGIN, _K_STEPS, _SOURCES, _PARTIAL = range(6)
+
+
+def gemm(
+    a: Float[Array, "M K"],
+    b: Float[Array, "K *N"],
+    *,
+    bias: Float[Array, "*N"] | None = None,
+    residual: Float[Array, "M N_out"] | None = None,
+    swiglu: bool = False,
+    num_sms: int,
+    config: GemmConfig | None = None,
+) -> Float[Array, "M N_out"]:
+    """a b, then bias, then silu(gate) * up (`swiglu`: b is [K, 2, N]), then the residual; float32 until the result is stored.
+
+    Axes of b behind the first are kept without `swiglu`. `config` replaces the tuned or default tiling.
+
+    Raises:
+      UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
+      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples of 64
+        are fastest: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
+    """
+    device = _mosaic.require_hopper("gemm", num_sms)
+    out_shape = _check(a, b, bias, residual, swiglu)
+    m, k = a.shape
+    n = math.prod(out_shape[1:])
+    b = b if swiglu else b.reshape(k, n)
+    if config is None:
+        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms)
+    out = _gemm(
+        a,
+        b,
+        None if bias is None else bias.reshape(b.shape[1:]),
+        None if residual is None else residual.reshape(m, n),
+        config=config,
+        num_sms=num_sms,
+        interpreted=device.interpreted,
+    )
+    return out.reshape(out_shape)
+
+
+def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swiglu: bool) -> tuple[int, ...]:
+    """The shape of the result."""
+    if a.ndim != 2 or b.ndim < 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"gemm: a {a.shape} and b {b.shape} do not multiply")
+    if swiglu and (b.ndim != 3 or b.shape[1] != 2):
+        raise ValueError(f"gemm: with swiglu b must be [K, 2, N], not {b.shape}")
+    out_shape = (a.shape[0], *(b.shape[2:] if swiglu else b.shape[1:]))
+    if bias is not None and bias.shape != b.shape[1:]:
+        raise ValueError(f"gemm: bias {bias.shape} does not fit b {b.shape}")
+    if residual is not None and residual.shape != out_shape:
+        raise ValueError(f"gemm: residual {residual.shape} does not fit the result {out_shape}")
+    for name, x in (("a", a), ("b", b), ("bias", bias), ("residual", residual)):
+        if x is not None and x.dtype != jnp.bfloat16:
+            raise ValueError(f"gemm: {name} is {x.dtype}, only bfloat16 is compiled")
+    n = math.prod(out_shape[1:])
+    if a.shape[1] % 16 or n % 16:
+        raise ValueError(f"gemm: K={a.shape[1]} and N={n} must be multiples of 16")
+    return out_shape
+
+
+def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
+    """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
+
+    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile. The tiles that do not fill a
+    wave, and one wave more, are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a tile
+    does that piece first and leaves its sum as a partial; the CTA whose share ends the tile does so last of all and adds the
+    partials of its `sources` predecessors. So nobody waits in practice, and only ever for a CTA of lower index.
+    """
+    tiles = _tile_order(m_tiles, n_tiles, config.group_m)
+    shared = _shared_tiles(len(tiles), k_steps, num_sms, config)
+    whole, cut = tiles[: len(tiles) - shared], tiles[len(tiles) - shared :]
+    bounds = _cuts(shared, k_steps, num_sms, config.min_steps)
+    rows = []
+    for cta in range(num_sms):
+        first, last = bounds[cta], bounds[cta + 1]
+        pieces = []
+        for t in range(first // k_steps, _mosaic.cdiv(last, k_steps)):
+            begin, end = max(first, t * k_steps), min(last, (t + 1) * k_steps)
+            partial = end < (t + 1) * k_steps
+            sources = 0 if partial else sum(bounds[j] < begin and bounds[j + 1] > t * k_steps for j in range(cta))
+            pieces.append((*cut[t], begin - t * k_steps, end - begin, sources, int(partial)))
+        owned = [pieces.pop(0)] if pieces and pieces[0][_SOURCES] else []
+        rows.append([*reversed(pieces), *((*tile, 0, k_steps, 0, 0) for tile in whole[cta::num_sms]), *owned])
+    table = np.zeros((num_sms, max(map(len, rows)) + 1, 6), np.int32)
+    for cta, row in enumerate(rows):
+        table[cta, : len(row)] = np.array(row, np.int32).reshape(-1, 6)
+    return table
+
+
+def _tile_order(m_tiles: int, n_tiles: int, group_m: int) -> list[tuple[int, int]]:
+    """Columns of up to `group_m` tiles, side by side, there and back: tiles in flight together share rows of A and columns of B."""
+    order = []
+    for group, top in enumerate(range(0, m_tiles, group_m)):
+        columns = range(n_tiles) if group % 2 == 0 else reversed(range(n_tiles))
+        order += [(m, n) for n in columns for m in range(top, min(top + group_m, m_tiles))]
+    return order
+
+
+def _shared_tiles(tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> int:
+    """Tiles to cut along k: none if whole waves are as fast, counted in k steps of the slowest CTA."""
+    waves, rest = divmod(tiles, num_sms)
+    if not rest or not config.stream_k:
+        return 0
+    shared = rest + (num_sms if waves else 0)
+    whole_cost = (waves + 1) * k_steps
+    cut_cost = tiles * k_steps / num_sms + config.fixup_steps
+    return shared if cut_cost < whole_cost else 0
+
+
+def _cuts(tiles: int, k_steps: int, num_sms: int, min_steps: int) -> list[int]:
+    """Bounds of the CTAs' equal shares of `tiles` laid end to end; a cut closer than `min_steps` to a tile's border moves there."""
+    total = tiles * k_steps
+    bounds = []
+    for i in range(num_sms + 1):
+        tile, step = divmod(i * total // num_sms, k_steps)
+        step = 0 if step < min_steps else k_steps if k_steps - step < min_steps else step
+        bounds.append(tile * k_steps + step)
+    return bounds
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_sms", "interpreted"), inline=True)
+def _gemm(
+    a: Array, b: Array, bias: Array | None, residual: Array | None, *, config: GemmConfig, num_sms: int, interpreted: bool
+) -> Array:
+    m, k = a.shape
+    halves, n = b.ndim - 1, b.shape[-1]
+    m_tiles, n_tiles = _mosaic.cdiv(m, config.tile_m), _mosaic.cdiv(n, config.tile_n)
+    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms, config)
+    cut = bool(table[..., _PARTIAL].any())
+    # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
+    stored = (m_tiles * config.tile_m, n_tiles * config.tile_n) if interpreted else (m, n)
+    inputs = [jnp.asarray(table), a, b, *(x for x in (bias, residual) if x is not None)]
+
+    def body(table_ref: Any, a_ref: Any, b_ref: Any, *refs: Any) -> None:
+        *extra, out_ref, partials_ref = refs
+        bias_ref = None if bias is None else extra.pop(0)
+        residual_ref = None if residual is None else extra.pop(0)
+        write = functools.partial(_write_blocks, bias_ref, residual_ref, out_ref, config)
+        if cut:
+            write = functools.partial(_write_or_share, write, partials_ref, config, interpreted)
+        walk = functools.partial(_walk, table_ref, config)
+        staging = _staging(config, a.dtype, halves, n, bias is not None, residual is not None)
+        multiply(walk, a_ref, b_ref, halves, write, config, staging=staging)
+
+    out, _ = _mosaic.launch(
+        body,
+        (
+            jax.ShapeDtypeStruct(stored, a.dtype),
+            # CTA i leaves its partial sums in i.
+            jax.ShapeDtypeStruct((num_sms if cut else 1, halves, config.tile_m, config.tile_n), jnp.float32),
+        ),
+        name="gemm",
+        num_sms=num_sms,
+        warpgroups=CONSUMERS + 1,
+        approx_math=True,
+    )(*inputs)
+    return out[:m, :n] if interpreted else out
+
+
+def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
+    return {
+        "blocks": _mosaic.swizzled_smem((CONSUMERS, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
+        "bias": plgpu.SMEM((CONSUMERS, halves, config.wg_n), dtype) if bias else None,
+        "landed": plgpu.Barrier(num_barriers=CONSUMERS) if bias or residual else None,
+    }
+
+
+def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array]) -> Array:
+    cta = lax.axis_index("sm")
+
+    def read(index: Array) -> list[Array]:
+        return [table[cta, index, field] for field in range(table.shape[-1])]
+
+    def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        index, step, (m, n, k_begin, k_steps, *extra) = carry
+        upcoming = read(index + 1)  # issued a segment ahead, to hide the latency of global memory
+        segment = Segment(m * config.tile_m, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
+        return index + 1, body(segment, step), upcoming
+
+    start = (jnp.int32(0), jnp.int32(0), read(jnp.int32(0)))
+    return lax.while_loop(lambda carry: carry[2][_K_STEPS] > 0, one, start)[1]
+
+
+def _write_or_share(
+    write: Callable[..., None],
+    partials: Any,  # float32 [num_sms, halves, tile_m, tile_n]
+    config: GemmConfig,
+    interpreted: bool,
+    segment: Segment,
+    totals: list[Array],
+    staging: dict[str, Any],
+) -> None:
+    """Leaves the sums of a partial segment to the CTA that owns the tile; an owner adds its sources' sums in order and writes."""
+    cta, wg = lax.axis_index("sm"), lax.axis_index("wg")
+    rows, columns = consumer_slices(config)
+    sources, partial = segment.extra
+    # The interpreter runs CTAs in order of their index and has no semaphores.
+    done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], CONSUMERS)))
+
+    @pl.when(partial == 1)
+    def _() -> None:
+        for half, total in enumerate(totals):
+            partials[cta, half, rows, columns] = total
+        if done is not None:
+            pl.semaphore_signal(done.at[cta, wg])
+
+    @pl.when(partial == 0)
+    def _() -> None:
+        def add(i: Array, totals: list[Array]) -> list[Array]:
+            source = cta - sources + i
+            if done is not None:
+                pl.semaphore_wait(done.at[source, wg], decrement=False)
+            loaded = [_load_global(partials.at[source, half, rows, columns], interpreted) for half in range(len(totals))]
+            return [total + more for total, more in zip(totals, loaded, strict=True)]
+
+        write(segment, lax.fori_loop(0, sources, add, totals), staging=staging)
+
+
+def _load_global(ref: Any, interpreted: bool) -> Array:
+    """Global memory to registers, where two neighbours of a row are all that a thread reads at once."""
+    return ref[...] if interpreted else plgpu.load(ref, optimized=False)
+
+
+def _write_blocks(
+    bias: Any,  # [N] or [2, N] or None
+    residual: Any,  # [M, N] or None
+    out: Any,  # [M, N]
+    config: GemmConfig,
+    segment: Segment,
+    totals: list[Array],
+    staging: dict[str, Any],
+) -> None:
+    """Bias, SwiGLU and residual on this consumer's sums, then out, block by block."""
+    wg = lax.axis_index("wg")
+    down, right = consumer_offset(config)
+    top, left = segment.row + down, segment.column + right
+    blocks_smem, bias_smem = staging["blocks"].at[wg], staging["bias"]
+    landed = None if staging["landed"] is None else staging["landed"].at[wg]
+    if bias is not None:
+        columns = pl.ds(left, config.wg_n)
+        for half in range(len(totals)):
+            source = bias.at[columns] if len(totals) == 1 else bias.at[half, columns]
+            plgpu.copy_gmem_to_smem(source, bias_smem.at[wg, half], landed)
+            plgpu.barrier_wait(landed)
+    for index, (i, j) in enumerate(np.ndindex(config.wg_m // BLOCK, config.wg_n // BLOCK)):
+        blocks = block(totals, i, j)
+        if bias is not None:
+            blocks = [b + _bias_rows(bias_smem, wg, half, j) for half, b in enumerate(blocks)]
+        value = activate(blocks)
+        m, n = pl.ds(top + i * BLOCK, BLOCK), pl.ds(left + j * BLOCK, BLOCK)
+        smem = blocks_smem.at[index % _SLOTS]
+        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+        if residual is not None:
+            plgpu.copy_gmem_to_smem(residual.at[m, n], smem, landed)
+            plgpu.barrier_wait(landed)
+            value += smem[...].astype(jnp.float32)
+        smem[...] = value.astype(out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out.at[m, n])
+
+
+def _bias_rows(bias_smem: Any, wg: Array, half: int, j: int) -> Array:
+    row = bias_smem[wg, half, j * BLOCK : (j + 1) * BLOCK].astype(jnp.float32)
+    return lax.broadcast_in_dim(row, (BLOCK, BLOCK), (1,))
