@@ -1,0 +1,104 @@
+"""From options to a warm engine: everything that happens before the first client."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from nanoflow_jax.runtime.engine import Engine
+from nanoflow_jax.runtime.llm import LLM, RunnerConfig
+from serve import protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What to serve and how; `LLM` describes the fields. `cache_dir`: where compiled steps are kept; None: nowhere."""
+
+    model: str
+    random_weights: bool
+    seed: int
+    models_dir: Path | None
+    dtype: str
+    tp_size: int
+    runner: RunnerConfig
+    sync: bool
+    cache_dir: Path | None
+
+
+def default_cache_dir() -> Path:
+    """Where compiled steps are kept between runs: `nanoflow-jax/xla` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoflow-jax" / "xla"
+
+
+def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescription]:
+    """Loads the model, makes the pool, compiles every step; progress goes to standard error. Errors are those of `LLM`."""
+    if options.cache_dir is not None:
+        _keep_compiled_steps(options.cache_dir)
+    if options.tp_size > 1:
+        jax.config.update("jax_num_cpu_devices", options.tp_size)  # of no effect on other platforms
+    dtype = options.dtype if options.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    with _progress_bars("loading", "compiling") as progress:
+        llm = LLM(
+            options.model,
+            random_weights=options.random_weights,
+            seed=options.seed,
+            dtype=dtype,
+            tp_size=options.tp_size,
+            options=options.runner,
+            sync=options.sync,
+            models_dir=options.models_dir,
+            progress=progress,
+        )
+    return llm.engine, describe(llm.engine, dtype, options.tp_size)
+
+
+def describe(engine: Engine, dtype: str, tp_size: int) -> protocol.ModelDescription:
+    """What clients are told about the engine's model."""
+    config, limits, tokenizer = engine.runner.config, engine.limits, engine.tokenizer
+    return protocol.ModelDescription(
+        name=config.name,
+        vocab_size=config.vocab_size,
+        num_params=config.num_params,
+        num_layers=config.num_layers,
+        max_context=limits.max_context,
+        pool_tokens=limits.pool_tokens,
+        page_size=engine.runner.page_size,
+        b_dense=engine.runner.shapes[-1].num_tokens,
+        tp_size=tp_size,
+        dtype=dtype,
+        eos_token_ids=list(config.eos_token_ids),
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+    )
+
+
+def _keep_compiled_steps(directory: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@contextlib.contextmanager
+def _progress_bars(*phases: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Bars on standard error, one per phase, fed with (name of an item, items done, items in all)."""
+    names = iter(phases)
+    bar: tqdm | None = None
+
+    def report(item: str, done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None or done < bar.n or total != bar.total:
+            if bar is not None:
+                bar.close()
+            bar = tqdm(desc=next(names, phases[-1]), total=total, mininterval=0.5)
+        bar.set_postfix_str(item, refresh=False)
+        bar.update(done - bar.n)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()
