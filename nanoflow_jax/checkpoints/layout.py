@@ -154,8 +154,8 @@ _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 _MAX_NAMED = 8
 
 
-def select_tensors(config: ModelConfig, table: Mapping[str, Recipe], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `table` needs, after checking that the checkpoint holds exactly these, in their shapes.
+def fitting_recipes(config: ModelConfig, layout: ParallelLayout, tensors: Mapping[str, Tensor]) -> dict[str, Recipe]:
+    """`recipes`, after checking that the checkpoint holds exactly the tensors that they need, in their shapes.
 
     Two extras are known to be harmless: stored rotary tables, and the output projection of a model with tied embeddings if
     it equals the embedding.
@@ -163,6 +163,11 @@ def select_tensors(config: ModelConfig, table: Mapping[str, Recipe], tensors: Ma
     Raises:
       CheckpointError: tensors are missing, unknown or of another shape; the message names them.
     """
+    if config.num_layers * max(1, config.num_experts) > len(tensors):  # and do not list what is missing
+        raise CheckpointError(
+            f"{config.name}: {config.num_layers} layers of {config.num_experts} experts cannot be in {len(tensors)} tensors"
+        )
+    table = recipes(config, layout)
     wanted = {name: shape for recipe in table.values() for name, shape in recipe.sources.items()}
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(_DERIVED_SUFFIX)}
     if config.tie_embeddings and "lm_head.weight" in extra and _tied(tensors):
@@ -179,7 +184,7 @@ def select_tensors(config: ModelConfig, table: Mapping[str, Recipe], tensors: Ma
     message = "; ".join(f"{kind}: {_name_some(names)}" for kind, names in faults.items() if names)
     if message:
         raise CheckpointError(f"{config.name}: tensors do not fit the model: {message}")
-    return {name: tensors[name] for name in wanted}
+    return table
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> bool:

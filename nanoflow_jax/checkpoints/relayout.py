@@ -16,10 +16,13 @@ from nanoflow_jax.parallel import ParallelLayout, parallel_layout
 _VOCAB_AXIS = {"embed": 0, "lm_head": 1}
 
 
+def plain_layout(config: ModelConfig) -> ParallelLayout:
+    return dataclasses.replace(parallel_layout(config, 1), padded_vocab_size=config.vocab_size)
+
+
 def plain_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
     """`parameter_specs` of the plain layout."""
-    plain = dataclasses.replace(parallel_layout(config, 1), padded_vocab_size=config.vocab_size)
-    return parameter_specs(config, plain)
+    return parameter_specs(config, plain_layout(config))
 
 
 def relayout(attribute: str, plain: jax.Array, layout: ParallelLayout) -> jax.Array:
