@@ -7,30 +7,43 @@ import numpy as np
 
 
 def peak_pages(lengths: np.ndarray, delays: np.ndarray, remaining: np.ndarray, page_size: int) -> int:
-    """An upper bound on the pages in use at any time, when nobody else is admitted.
+    """The most pages in use at any time, when nobody else is admitted and everybody grows as expected.
 
     Sequence j holds `lengths[j]` tokens, grows by one per step from step `delays[j]` on (when its prompt is done), and gives
-    everything back after `remaining[j]` tokens more. The sum only falls when a sequence ends, so its maxima are at the ends
-    e_j = delays_j + remaining_j. At time t the tokens held are
+    everything back after `remaining[j]` tokens more. Use only falls when a sequence ends, so its maxima are at the ends
+    delays_j + remaining_j. At such a time t
 
-        sum of lengths over {e >= t}  +  sum of (t - delays) over {delays <= t}  -  sum of (t - delays) over {e < t}
+        pages = sum of f_j(t) over {delay <= t}  -  sum of f_j(t) over {end < t}  +  sum of ceil(length_j / p) over {delay > t}
 
-    and n sequences waste at most page_size - 1 slots each. O(n log n).
+    with f_j(t) = floor((y_j + t) / p), y_j = length_j - delay_j + p - 1, for page size p. With y_j = p a_j + b_j and
+    t = p c + e this is a_j + c + [b_j + e >= p], so each sum is a prefix sum and a count by remainder: O(n (p + log n)).
     """
     if lengths.size == 0:
         return 0
     ends = delays + remaining
+    times = np.unique(ends)
+    growing = lengths - delays + page_size - 1
+    by_delay = np.argsort(delays)
+    started = np.searchsorted(delays[by_delay], times, side="right")
     by_end = np.argsort(ends)
-    times = ends[by_end]
-    ended = np.searchsorted(times, times, side="left")
-    started = np.searchsorted(sorted_delays := np.sort(delays), times, side="right")
-    tokens = (
-        lengths.sum() - _prefix_sums(lengths[by_end])[ended]
-        + started * times - _prefix_sums(sorted_delays)[started]
-        - ended * times + _prefix_sums(delays[by_end])[ended]
-    )  # fmt: skip
-    alive = lengths.size - ended
-    return int(((tokens + alive * (page_size - 1)) // page_size).max())
+    ended = np.searchsorted(ends[by_end], times, side="left")
+    unstarted = _prefix_sums(-(-lengths[by_delay] // page_size))
+    pages = (
+        _pages_of_first(started, growing[by_delay], times, page_size)
+        - _pages_of_first(ended, growing[by_end], times, page_size)
+        + unstarted[-1]
+        - unstarted[started]
+    )
+    return int(pages.max())
+
+
+def _pages_of_first(counts: np.ndarray, growing: np.ndarray, times: np.ndarray, page_size: int) -> np.ndarray:
+    """int64 over times: the sum of floor((growing_j + t) / page_size) over the first `counts` sequences, one count per time."""
+    whole, rest = np.divmod(growing, page_size)
+    time_whole, time_rest = np.divmod(times, page_size)
+    carries = np.zeros((growing.size + 1, page_size), np.int64)
+    np.cumsum(rest[:, None] + np.arange(page_size) >= page_size, axis=0, out=carries[1:])
+    return _prefix_sums(whole)[counts] + counts * time_whole + carries[counts, time_rest]
 
 
 def _prefix_sums(values: np.ndarray) -> np.ndarray:

@@ -79,6 +79,7 @@ class MockStep:
 
     def result(self) -> MockResult:
         if self._runner.step_gate is not None:
+            self._runner.gate_reached.set()
             self._runner.step_gate.wait()
         if self._runner.step_time_s:
             time.sleep(self._runner.step_time_s)
@@ -117,6 +118,7 @@ class MockRunner:
         self.lazy = lazy
         self.step_time_s = step_time_s
         self.step_gate: threading.Event | None = None
+        self.gate_reached = threading.Event()
         self.fail_result_at = -1
         self.num_results = 0
         self.batches: list[Batch] = []

@@ -1,0 +1,283 @@
+"""Offline throughput: `python -m nanoflow_jax.bench --model smollm2 --input 64 --output 64 --requests 16`.
+
+All requests are there from the start, with random tokens for prompts and outputs that run to their full length. Two rates are
+reported: the whole run, from the first step to the last token, and the steady state, the steps in which requests still waited
+for admission after the first had finished; a run too short to have one says so. Steps are also told apart by what they computed
+(prompts only, both, outputs only). Times are the host's: form and consume are scheduling, launch is upload and dispatch (on a
+CPU the device shares its cores), wait is the time that the host has nothing to do but wait for the device.
+
+The table is for people; the last line of standard output is one JSON object.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from nanoflow_jax.executor.runner import RunnerConfig
+from nanoflow_jax.runtime.engine import Engine, EngineStats
+from nanoflow_jax.runtime.llm import LLM
+from nanoflow_jax.runtime.request import Request, SamplingParams
+
+_HOST_PARTS = ("form_s", "launch_s", "consume_s", "wait_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One call of `Engine.step`: the step whose results it read, and where the call's time went.
+
+    `prompt_tokens` and `decode_tokens` are what that step computed, `output_tokens` what came out: a prompt's last chunk gives
+    the first token of its output.
+    """
+
+    prompt_tokens: int
+    decode_tokens: int
+    output_tokens: int
+    waiting: int
+    finished: int
+    total_s: float
+    form_s: float
+    launch_s: float
+    consume_s: float
+    wait_s: float
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    llm = LLM(
+        args.model,
+        random_weights=args.random_weights,
+        seed=args.seed,
+        dtype=args.dtype,
+        tp_size=args.tp_size,
+        options=RunnerConfig(
+            b_dense=args.b_dense,
+            max_sequences=args.max_sequences,
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            max_context=args.max_context,
+        ),
+        sync=args.sync,
+        models_dir=args.models_dir,
+        progress=_progress_bar(),
+    )
+    requests = make_requests(llm.engine, args.requests, args.input, args.output, args.seed)
+    records = run(llm.engine, requests)
+    report = summarise(records, llm.engine.stats())
+    report |= {
+        "model": llm.engine.runner.config.name,
+        "random_weights": args.random_weights,
+        "requests": args.requests,
+        "input_tokens": args.input,
+        "output_tokens": args.output,
+        "mode": "sync" if args.sync else "async",
+        "shapes": [[s.num_tokens, s.num_rows, s.pages_per_seq] for s in llm.engine.runner.shapes],
+        **environment(args.tp_size),
+    }
+    print_table(report)
+    print(json.dumps(report))
+
+
+def make_requests(engine: Engine, count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Request]:
+    """Random prompts of one length; outputs run to theirs.
+
+    Raises:
+      ValueError: prompt and output do not fit the context or the pool.
+    """
+    limits = engine.limits
+    if limits.output_limit(input_tokens, output_tokens) < output_tokens:
+        raise ValueError(
+            f"{input_tokens} tokens in and {output_tokens} out do not fit: "
+            f"the context is {limits.max_context}, the pool holds {limits.pool_tokens}"
+        )
+    prompts = np.random.default_rng(seed).integers(0, limits.vocab_size, (count, input_tokens))
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+    return [
+        Request(request_id=f"bench-{i}", prompt_token_ids=prompt.tolist(), params=params, stream=False)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
+    """Runs one request to touch everything once, then all of them, recording every step."""
+    warm = Request(
+        request_id="warm-up", prompt_token_ids=[0], params=SamplingParams(max_tokens=3, ignore_eos=True), stream=False
+    )
+    engine.add(warm)
+    while engine.busy:
+        engine.step()
+    for request in requests:
+        engine.add(request)
+    records = []
+    launched = (0, 0)
+    before = engine.stats()
+    with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar:
+        while engine.busy:
+            start = time.perf_counter()
+            events = engine.step()
+            total_s = time.perf_counter() - start
+            after = engine.stats()
+            # In asynchronous mode a call reads the step that the call before launched.
+            previous, launched = launched, _tokens(before, after)
+            prompt_tokens, decode_tokens = launched if engine.sync else previous
+            output_tokens = after.output_tokens - before.output_tokens
+            parts = {part: getattr(after, part) - getattr(before, part) for part in _HOST_PARTS}
+            records.append(
+                StepRecord(prompt_tokens, decode_tokens, output_tokens, after.waiting, len(events), total_s, **parts)
+            )
+            before = after
+            bar.update(len(events))
+    return records
+
+
+def _tokens(before: EngineStats, after: EngineStats) -> tuple[int, int]:
+    """Prompt and decode tokens that the step launched in between computes."""
+    prompt = after.prefill_tokens - before.prefill_tokens
+    return prompt, after.batch_tokens - before.batch_tokens - prompt
+
+
+def summarise(records: list[StepRecord], stats: EngineStats) -> dict:
+    """Rates and times of the whole run, the steady state and each kind of step, as a dictionary for JSON."""
+    kinds: dict[str, Callable[[StepRecord], bool]] = {
+        "prefill": lambda r: r.prompt_tokens > 0 and r.decode_tokens == 0,
+        "mixed": lambda r: r.prompt_tokens > 0 and r.decode_tokens > 0,
+        "decode": lambda r: r.prompt_tokens == 0 and r.decode_tokens > 0,
+    }
+    return {
+        "whole": rates(records),
+        "steady": rates(steady_state(records)),
+        "by_kind": {name: rates(filter(is_kind, records)) for name, is_kind in kinds.items()},
+        "batch_fill": stats.batch_tokens / max(1, stats.padded_tokens),
+        "preemptions": stats.preemptions,
+        "num_pages": stats.num_pages,
+        "b_dense": stats.b_dense,
+        "num_compilations": stats.num_compilations,
+    }
+
+
+def steady_state(records: list[StepRecord]) -> list[StepRecord]:
+    """From the first finished request to the last admission: the batch is as full as it gets. May be empty."""
+    first = next((i for i, r in enumerate(records) if r.finished), len(records))
+    last = max((i for i, r in enumerate(records) if r.waiting), default=-1)
+    return records[first + 1 : last + 1]
+
+
+def rates(records: Iterable[StepRecord]) -> dict | None:
+    """Steps, seconds, tokens/s and the share of each part of the host's time; None without steps."""
+    records = list(records)
+    seconds = sum(r.total_s for r in records)
+    if not seconds:
+        return None
+    parts = {part: sum(getattr(r, part) for r in records) for part in _HOST_PARTS}
+    prompt_tokens, output_tokens = sum(r.prompt_tokens for r in records), sum(r.output_tokens for r in records)
+    return {
+        "steps": len(records),
+        "seconds": seconds,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "total_tokens_per_s": (prompt_tokens + output_tokens) / seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+        "step_ms": 1e3 * seconds / len(records),
+        **{part.replace("_s", "_ms"): 1e3 * value / len(records) for part, value in parts.items()},
+        "scheduling_share": (parts["form_s"] + parts["consume_s"]) / seconds,
+        "wait_share": parts["wait_s"] / seconds,
+    }
+
+
+def environment(tp_size: int) -> dict:
+    """What a number must be read with: devices, versions, commit."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "tp_size": tp_size,
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "nanoflow_jax": _installed_version(),
+        "commit": _commit(),
+    }
+
+
+def _installed_version() -> str | None:
+    """None when run from a checkout that is not installed."""
+    try:
+        return metadata.version("nanoflow-jax")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checked out commit, None outside a repository."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def print_table(report: dict) -> None:
+    columns = ("steps", "step_ms", "form_ms", "launch_ms", "consume_ms", "wait_ms", "total_tokens_per_s", "output_tokens_per_s")
+    print(f"{report['model']} on {report['device']} x {report['tp_size']}, {report['mode']}: {report['requests']} requests, "
+          f"{report['input_tokens']} tokens in, {report['output_tokens']} out")  # fmt: skip
+    print(" " * 10 + "".join(f"{name.replace('_tokens_per_s', ' tok/s').replace('_ms', ' ms'):>14}" for name in columns))
+    rows = {"whole": report["whole"], "steady": report["steady"], **report["by_kind"]}
+    for name, row in rows.items():
+        cells = "".join(f"{row[c]:>14.0f}" if c == "steps" else f"{row[c]:>14.2f}" for c in columns) if row else f"{'none':>14}"
+        print(f"{name:<10}{cells}")
+    print(
+        f"scheduling {report['whole']['scheduling_share']:.2%} of step time, batch fill {report['batch_fill']:.1%}, "
+        f"{report['preemptions']} preemptions"
+    )
+
+
+def _progress_bar() -> Callable[[str, int, int], None]:
+    bar = tqdm(total=1, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}", leave=False)
+
+    def report(what: str, done: int, total: int) -> None:
+        bar.total, bar.n = total, done
+        bar.set_description_str(what)
+        if done >= total:
+            bar.clear()
+
+    return report
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    defaults = RunnerConfig()
+    parser = argparse.ArgumentParser(prog="python -m nanoflow_jax.bench", description="Offline throughput of a model.")
+    parser.add_argument("--model", required=True, help="smollm2, a checkpoint's path, or a preset (with --random-weights)")
+    parser.add_argument("--random-weights", action="store_true", help="make weights on the device instead of reading them")
+    parser.add_argument("--models-dir", type=Path, help="where downloaded models are kept")
+    parser.add_argument("--input", type=int, default=512, metavar="N", help="tokens per prompt (default %(default)s)")
+    parser.add_argument("--output", type=int, default=512, metavar="N", help="tokens per output (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, metavar="K", help="number of requests (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and random weights (default %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
+    parser.add_argument("--tp-size", type=int, default=1, help="devices to divide the model over (default %(default)s)")
+    parser.add_argument("--b-dense", type=int, default=defaults.b_dense, help="tokens per step (default %(default)s)")
+    parser.add_argument(
+        "--max-sequences", type=int, default=defaults.max_sequences, help="requests running at once (default %(default)s)"
+    )
+    parser.add_argument("--page-size", type=int, default=defaults.page_size, help="tokens per KV page (default %(default)s)")
+    parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
+    parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what --input and --output need)")
+    parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
+    args = parser.parse_args(argv)
+    for name in ("input", "output", "requests"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    args.max_context = args.max_context or args.input + args.output
+    return args
+
+
+if __name__ == "__main__":
+    main()
