@@ -11,18 +11,21 @@ class HardwareError(ValueError):
 
 
 class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Watts a device draws: idle plus energy per FLOP and per byte of device memory, up to the cap."""
+    """Watts a device draws: idle plus energy per FLOP of a GEMM (its memory traffic included) and per byte, up to the cap.
+
+    Decode attention costs more per byte than a bare stream. The cap holds on average over a layer, not at every instant.
+    """
 
     cap_w: float
     idle_w: float
     pj_per_flop: float
     pj_per_byte: float
     pj_per_attention_byte: float
+    source: str
 
-    def energy_j(self, flops: float, bytes_moved: float, *, attention: bool) -> float:
-        """Joules above idle of an operation; decode attention costs more per byte than a bare stream."""
-        per_byte = self.pj_per_attention_byte if attention else self.pj_per_byte
-        return 1e-12 * (self.pj_per_flop * flops + per_byte * bytes_moved)
+    def least_time_us(self, energy_j: float) -> float:
+        """The shortest time in which `energy_j` above idle can be spent under the cap."""
+        return 1e6 * energy_j / (self.cap_w - self.idle_w)
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,6 +33,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     `gemm_flops` is a measured rate of large GEMMs and None where we know none. `streaming_bandwidth` and `attention_bandwidth`
     are measured bytes per second of a bare read and of decode attention, `attention_sms` the SMs that reach it.
+    `network_efficiency` and `network_latency_us` describe collectives (measured on H200, assumed elsewhere). `interference`
+    names the shipped map that analytic profiles use; elsewhere than on A100 and H200 it is the A100's, for want of a better.
     """
 
     name: str
@@ -44,6 +49,9 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     streaming_bandwidth: float | None = None
     attention_bandwidth: float | None = None
     attention_sms: int | None = None
+    network_efficiency: float = 0.7
+    network_latency_us: float = 20.0
+    interference: str
     power: PowerModel | None = None
 
     @property
