@@ -1,7 +1,7 @@
 """Each operation of a layer as a pure function over a flat token axis, and the table that executors walk.
 
 Functions see one rank's share (they run under shard_map). An operation reads and writes named values; an executor decides for
-which tokens, in which order and beside what it runs. This module is the only caller of kernels.
+which tokens, in which order, beside what and with which kernels it runs.
 """
 
 import dataclasses
@@ -14,29 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.kernels import REFERENCE, Kernels
 from nanoflow_jax.models.decoder import Decoder, DecoderLayer
-from nanoflow_jax.parallel import TP, all_gather, all_reduce
-from pallas_kernels import reference
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """One implementation of each kernel, with the signatures of `pallas_kernels.reference`."""
-
-    gemm: Callable[..., Array]
-    grouped_gemm: Callable[..., Array]
-    append_kv: Callable[..., tuple[Array, Array, Array]]
-    decode_attention: Callable[..., Array]
-    prefill_attention: Callable[..., Array]
-
-
-REFERENCE_KERNELS = Kernels(
-    gemm=reference.gemm,
-    grouped_gemm=reference.grouped_gemm,
-    append_kv=reference.append_kv,
-    decode_attention=reference.decode_attention,
-    prefill_attention=reference.prefill_attention,
-)
+from nanoflow_jax.parallel import TP, ParallelLayout, all_gather, all_reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +56,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def step_inputs(
-    config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None, kernels: Kernels = REFERENCE_KERNELS
+    config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None, kernels: Kernels = REFERENCE
 ) -> StepInputs:
     """The inputs for tokens [start, stop) of the batch, by default all; a prefill row's queries are clipped to the range."""
     shape = batch.shape
@@ -227,11 +207,12 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def layer_operations(config: ModelConfig) -> tuple[str, ...]:
+def layer_operations(config: ModelConfig, layout: ParallelLayout) -> tuple[str, ...]:
     """Names of a layer's operations in an order that respects their reads and writes, for a whole batch at once."""
     attention = (
-        "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention", "o_proj",
-        "o_all_reduce", "attention_residual", "ffn_norm",
+        "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention",
     )  # fmt: skip
+    gathered = ("attention_all_gather", "o_proj", "o_all_gather")
+    output = gathered if layout.gathered_o_proj else ("o_proj", "o_all_reduce")
     feed_forward = ("router", "experts") if config.is_moe else ("gate_up_proj", "down_proj")
-    return (*attention, *feed_forward, "ffn_all_reduce", "ffn_residual")
+    return (*attention, *output, "attention_residual", "ffn_norm", *feed_forward, "ffn_all_reduce", "ffn_residual")

@@ -13,12 +13,12 @@ PACKAGES = ("pallas_kernels", "nanoflow_jax", "search", "serve")
 # Layers of nanoflow_jax, lowest first; a module may import its own layer and those below.
 LAYERS = (
     {"config", "plan"},
-    {"batch", "kv_cache", "parallel", "tokenizer"},
+    {"batch", "kernels", "kv_cache", "parallel", "tokenizer"},
     {"models"},
     {"operations", "sampling", "checkpoints"},
     {"executor"},
     {"runtime"},
-    {"convert", "bench", "compare"},
+    {"convert", "bench", "bench_transformers", "compare"},
 )
 FORBIDDEN = {
     "pallas_kernels": ("nanoflow_jax", "search", "serve", "flax", "msgspec", "ortools"),

@@ -24,9 +24,11 @@ from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.executor.sequential import Probe, input_tokens, last_of_rows
+from nanoflow_jax.kernels import Kernels
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder, DecoderLayer
-from nanoflow_jax.operations import OPERATIONS, Kernels, StepInputs, embed, logits, step_inputs
+from nanoflow_jax.operations import OPERATIONS, StepInputs, embed, logits, step_inputs
+from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import NanoBatch, NanoOperation, PipelinePlan, Resource, plan_graph, unroll
 
 _POOL = ("k_pages", "v_pages")
@@ -49,6 +51,7 @@ class Mode(enum.Enum):
 
 def forward(
     config: ModelConfig,
+    layout: ParallelLayout,
     decoder: Decoder,
     cache: KVCache,
     last_tokens: Array,
@@ -68,8 +71,10 @@ def forward(
       on_streams: annotate streams in mode STREAMS; without (on CPUs) that mode only orders.
 
     Raises:
-      ValueError: the batch has another number of tokens than the plan.
+      ValueError: the batch has another number of tokens than the plan, or weights are divided otherwise than it wants.
     """
+    if (plan.partition == "all_gather") != layout.gathered_o_proj:
+        raise ValueError(f"{plan.partition=} does not fit weights with {layout.gathered_o_proj=}")
     if batch.shape.num_tokens != plan.b_dense:
         raise ValueError(f"a batch of {batch.shape.num_tokens} tokens does not fit a plan of {plan.b_dense=}")
     inputs = functools.cache(lambda start, stop: step_inputs(config, batch, start, stop))

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor import sequential
+from nanoflow_jax.executor import nano_batch, sequential
+from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
 from nanoflow_jax.models.decoder import Decoder, decoder_partition
 from nanoflow_jax.parallel import ParallelLayout
+from nanoflow_jax.plan import PipelinePlan, PlanSet
 from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
 
 MAX_LOGPROBS = 20
+ExecutionMode = Literal["sequential", "nano", "xla", "streams"]
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
 
@@ -44,6 +47,9 @@ class RunnerConfig:
       num_pages: size of the pool, dummy page included; None sizes it from free device memory.
       max_context: longest prompt plus output; None takes the model's. It sets the width of block tables.
       memory_fraction: share of the free device memory that the pool may take when num_pages is None.
+      mode: how a step is executed. Other than "sequential", it goes by `plans` where the batcher finds that one of them pays.
+      plans: what the search found; each plan's b_dense must be a compiled step size.
+      kernels: see `nanoflow_jax.kernels`; "auto" takes what is best on the device at hand.
     """
 
     b_dense: int = 256
@@ -52,6 +58,9 @@ class RunnerConfig:
     num_pages: int | None = None
     max_context: int | None = None
     memory_fraction: float = 0.9
+    mode: ExecutionMode = "sequential"
+    plans: PlanSet | None = None
+    kernels: KernelChoice | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for field in ("b_dense", "max_sequences", "page_size"):
@@ -63,6 +72,10 @@ class RunnerConfig:
             )
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"RunnerConfig: memory_fraction={self.memory_fraction} must lie in (0, 1]")
+        if self.mode not in get_args(ExecutionMode):
+            raise ValueError(f"RunnerConfig: mode={self.mode!r} is not one of {', '.join(get_args(ExecutionMode))}")
+        if (self.mode == "sequential") != (self.plans is None):
+            raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +123,7 @@ class ModelRunner:
       shapes: the compiled batch shapes, ascending; the last has b_dense tokens.
       num_pages: pages of the pool, the dummy page 0 included.
       pages_per_seq: columns of a block table; bounds prompt plus output of a sequence.
+      plans: the plans that a step may be launched with; empty in mode "sequential".
       num_compilations: executables compiled so far; constant once `warm_up` has returned.
     """
 
@@ -129,6 +143,7 @@ class ModelRunner:
         self.max_context = min(options.max_context or config.max_context, config.max_context)
         self.pages_per_seq = -(-self.max_context // options.page_size)
         self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq)
+        self.plans = options.plans.plans if options.plans else ()
         self.num_compilations = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
@@ -137,7 +152,13 @@ class ModelRunner:
         self._cache = create_kv_cache(config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
-        self._forwards: dict[BatchShape, Any] = {}
+        self._mode = options.mode
+        device = mesh.devices.flat[0]
+        self._kernels_for = kernels_for(best_choice(device) if options.kernels == "auto" else options.kernels)
+        self._num_sms = getattr(device, "core_count", None) or 1
+        self._on_gpu = device.platform == "gpu"
+        self._check_plans()
+        self._forwards: dict[tuple[BatchShape, int | None], Any] = {}
         self._samplers: dict[tuple[BatchShape, SamplingMode, int], Any] = {}
 
     @property
@@ -146,27 +167,32 @@ class ModelRunner:
         return sum(pages.nbytes for pages in (*self._cache.k_pages, *self._cache.v_pages))
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every executable that a step can need and runs each forward once on an empty batch.
+        """Compiles every executable that a step can need.
 
         Args:
           progress: called with (what is compiled next, done, total).
         """
+        steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
+        steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
         samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
-        total = len(self.shapes) + len(samplers)
+        total = len(steps) + len(samplers)
         report = progress or (lambda *_: None)
-        for done, shape in enumerate(self.shapes):
-            report(f"step of {shape.num_tokens} tokens", done, total)
-            self._forwards[shape] = self._compile(self._forward_jit(shape), *self._forward_args(shape))
-        for done, (shape, mode, num_logprobs) in enumerate(samplers, start=len(self.shapes)):
+        for done, (shape, index) in enumerate(steps):
+            plan = None if index is None else self.plans[index]
+            by_plan = f" by a plan for {plan.decode_tokens} decoding" if plan else ""
+            report(f"step of {shape.num_tokens} tokens{by_plan}", done, total)
+            self._forwards[shape, index] = self._compile(self._forward_jit(shape, plan), *self._forward_args(shape))
+        for done, (shape, mode, num_logprobs) in enumerate(samplers, start=len(steps)):
             report(f"{mode.value} sampling of {shape.num_rows} rows", done, total)
             key = (shape, mode, num_logprobs)
             self._samplers[key] = self._compile(self._sample_jit(*key), *self._sample_args(shape))
         report("ready", total, total)
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> InFlightStep:
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.
 
         Args:
+          plan: index of one of `plans`, whose token ranges the batch keeps; None runs the step sequentially.
           num_logprobs: likeliest tokens to return per row, at most MAX_LOGPROBS.
 
         Raises:
@@ -175,7 +201,7 @@ class ModelRunner:
         if not 0 <= num_logprobs <= MAX_LOGPROBS:
             raise ValueError(f"{num_logprobs=} must lie in [0, {MAX_LOGPROBS}]")
         width = MAX_LOGPROBS if num_logprobs else 0
-        forward = self._forwards[batch.shape]
+        forward = self._forwards[batch.shape, plan]
         sampler = self._samplers[batch.shape, sampling_mode(batch), width]
         packed = jax.device_put(pack(batch), self._replicated)
         row_logits, self._cache = forward(self._weights, self._cache, self._last_tokens, packed)
@@ -183,9 +209,23 @@ class ModelRunner:
         packed_result.copy_to_host_async()
         return InFlightStep(packed_result, width)
 
-    def forward_memory(self, shape: BatchShape) -> Any:
+    def forward_memory(self, shape: BatchShape, plan: int | None = None) -> Any:
         """XLA's memory analysis of a compiled forward: arguments, aliased outputs, temporaries."""
-        return self._forwards[shape].memory_analysis()
+        return self._forwards[shape, plan].memory_analysis()
+
+    def _check_plans(self) -> None:
+        for plan in self.plans:
+            wanted = (plan.model, plan.tp, plan.partition == "all_gather")
+            have = (self.config.name, self._layout.tp_size, self._layout.gathered_o_proj)
+            if wanted != have:
+                raise ValueError(f"a plan for (model, tp, gathered o_proj) {wanted} does not fit {have}")
+            if plan.b_dense not in {shape.num_tokens for shape in self.shapes}:
+                raise ValueError(f"a plan of {plan.b_dense=} fits none of the step sizes {self.shapes}")
+        if self._mode == "streams" and self._on_gpu and jax.__version_info__ < (0, 11):
+            raise ValueError(f"mode 'streams' needs jax 0.11 or newer, this is {jax.__version__}")
+
+    def _shape_of(self, plan: PipelinePlan) -> BatchShape:
+        return next(shape for shape in self.shapes if shape.num_tokens == plan.b_dense)
 
     def _pages_from_memory(self, options: RunnerConfig, bytes_per_page: int) -> int:
         free = free_device_bytes(self.mesh.devices.flat[0])
@@ -209,22 +249,40 @@ class ModelRunner:
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
         return self._weights, self._cache, self._last_tokens, packed
 
-    def _forward_jit(self, shape: BatchShape) -> Any:
-        graph, config = self._graph, self.config
+    def _forward_jit(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
+        graph, config, layout = self._graph, self.config, self._layout
+        if plan is None:
+            execute = functools.partial(sequential.forward, kernels=self._kernels_for(self._num_sms))
+        else:
+            mode = nano_batch.Mode(self._mode)
+            execute = functools.partial(
+                nano_batch.forward, plan=plan, mode=mode, kernels_for=self._kernels_for, on_streams=self._on_gpu
+            )
 
         def forward(weights, cache: KVCache, last_tokens: jax.Array, packed: jax.Array):
-            decoder = nnx.merge(graph, weights)
-            return sequential.forward(config, decoder, cache, last_tokens, unpack(packed, shape))
+            return execute(config, layout, nnx.merge(graph, weights), cache, last_tokens, unpack(packed, shape))
 
         replicated = PartitionSpec()
         sharded = jax.shard_map(
             forward,
             mesh=self.mesh,
-            in_specs=(decoder_partition(config, self._layout), KV_PARTITION, replicated, replicated),
+            in_specs=(decoder_partition(config, layout), KV_PARTITION, replicated, replicated),
             out_specs=(replicated, KV_PARTITION),
             check_vma=False,
         )
-        return jax.jit(sharded, donate_argnums=1)
+        return jax.jit(sharded, donate_argnums=1, compiler_options=self._compiler_options(plan))
+
+    def _compiler_options(self, plan: PipelinePlan | None) -> dict[str, str] | None:
+        """What keeps XLA from undoing a plan on a GPU: merged GEMMs, combined or synchronous collectives, serial graphs."""
+        if plan is None or not self._on_gpu:
+            return None
+        return {
+            "xla_gpu_dot_merger_threshold_mb": "0",
+            "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+            "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+            "xla_gpu_enable_command_buffer": "",
+            "xla_gpu_experimental_use_collective_kernels": "",
+        }
 
     def _sample_args(self, shape: BatchShape) -> tuple:
         row_logits = jax.ShapeDtypeStruct(

@@ -7,22 +7,25 @@ from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.kernels import REFERENCE, Kernels
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
-from nanoflow_jax.operations import OPERATIONS, REFERENCE_KERNELS, Kernels, embed, layer_operations, logits, step_inputs
+from nanoflow_jax.operations import OPERATIONS, embed, layer_operations, logits, step_inputs
+from nanoflow_jax.parallel import ParallelLayout
 
 Probe = Callable[[int, str, dict[str, Array]], None]
 
 
 def forward(
     config: ModelConfig,
+    layout: ParallelLayout,
     decoder: Decoder,
     cache: KVCache,
     last_tokens: Array,
     batch: Batch,
     probe: Probe | None = None,
     *,
-    kernels: Kernels = REFERENCE_KERNELS,
+    kernels: Kernels = REFERENCE,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
 
@@ -32,10 +35,11 @@ def forward(
     """
     step = step_inputs(config, batch, kernels=kernels)
     x = embed(decoder, input_tokens(batch, last_tokens))
+    names = layer_operations(config, layout)
     k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
     for i, layer in enumerate(decoder.layers):
         values = {"x": x, "k_pages": k_pages[i], "v_pages": v_pages[i]}
-        for name in layer_operations(config):
+        for name in names:
             operation = OPERATIONS[name]
             written = operation.apply(config, step, layer, *(values[read] for read in operation.reads))
             values.update(zip(operation.writes, written, strict=True))

@@ -22,7 +22,15 @@ from nanoflow_jax.plan import (
 
 
 def random_plan(
-    rng: np.random.Generator, *, tp: int, moe: bool, partition: Partition, b_dense: int, decode_tokens: int, tile: int
+    rng: np.random.Generator,
+    *,
+    tp: int,
+    moe: bool,
+    partition: Partition,
+    b_dense: int,
+    decode_tokens: int,
+    tile: int,
+    model: str = "random",
 ) -> PipelinePlan:
     """Operations in topological order, each at the earliest place of its lane, modulo a period that grows until all fit."""
     graph = present_operations(layer_graph(moe=moe, partition=partition), b_dense, decode_tokens)
@@ -54,7 +62,7 @@ def random_plan(
     nano, phases = _phases(nano, period)
     total = sum(durations.values())
     plan = PipelinePlan(
-        model="random",
+        model=model,
         device="none",
         tp=tp,
         moe=moe,

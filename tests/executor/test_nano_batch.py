@@ -16,9 +16,10 @@ from nanoflow_jax.batch import Batch, BatchShape, empty_batch, pack, unpack
 from nanoflow_jax.executor import nano_batch, sequential
 from nanoflow_jax.executor.nano_batch import Mode
 from nanoflow_jax.executor.segments import Segments
+from nanoflow_jax.kernels import REFERENCE
 from nanoflow_jax.kv_cache import KV_PARTITION
 from nanoflow_jax.models.decoder import decoder_partition
-from nanoflow_jax.operations import OPERATIONS, REFERENCE_KERNELS
+from nanoflow_jax.operations import OPERATIONS
 from nanoflow_jax.plan import PipelinePlan, plan_graph
 from tests.executor.plans import random_plan
 from tests.model.steps import Chunk, Host, Model, random_model
@@ -91,7 +92,7 @@ def run(model: Model, host: Host, batch: Batch, forward) -> tuple[np.ndarray, li
             seen[f"{layer} {name}"] = {key: value[None] for key, value in values.items() if not key.endswith("_pages")}
 
         decoder = nnx.merge(graph, weights)
-        out = forward(model.config, decoder, cache, last_tokens, unpack(packed, SHAPE), probe)
+        out = forward(model.config, model.layout, decoder, cache, last_tokens, unpack(packed, SHAPE), probe)
         return (*out, seen)
 
     replicated = PartitionSpec()
@@ -112,9 +113,7 @@ def compare(kind: str, tp_size: int, partition: str, mode: Mode, seed: int) -> N
     host = Host(model_of(kind, tp_size, False), SHAPE, page_size=4, num_pages=96, seed=seed)
     batch = mixed_batch(rng, host, plan)
     expected, expected_pool, truth = run(host.model, host, batch, sequential.forward)
-    forward = functools.partial(
-        nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: REFERENCE_KERNELS, on_streams=False
-    )
+    forward = functools.partial(nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: REFERENCE, on_streams=False)
     planned = model_of(kind, tp_size, partition == "all_gather")
     got, pool, seen = run(planned, host, batch, forward)
     rows = batch.q_lens > 0
@@ -182,7 +181,7 @@ def test_a_plan_of_another_size_is_refused() -> None:
     plan = random_plan(rng, tp=1, moe=False, partition="none", b_dense=48, tile=4, decode_tokens=8)
     host = Host(model_of("dense", 1, False), SHAPE, page_size=4, num_pages=96)
     forward = functools.partial(
-        nano_batch.forward, plan=plan, mode=Mode.NANO, kernels_for=lambda _: REFERENCE_KERNELS, on_streams=False
+        nano_batch.forward, plan=plan, mode=Mode.NANO, kernels_for=lambda _: REFERENCE, on_streams=False
     )
     with pytest.raises(ValueError, match="a batch of 40 tokens does not fit a plan"):
         run(host.model, host, empty_batch(SHAPE), forward)

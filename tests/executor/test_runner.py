@@ -7,6 +7,8 @@ import pytest
 from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes
 from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit
+from nanoflow_jax.plan import PlanSet
+from tests.executor.plans import random_plan
 from tests.model.steps import golden, tiny_model
 
 
@@ -82,6 +84,48 @@ def test_a_shape_that_was_not_compiled_is_refused(runner: ModelRunner) -> None:
         runner.launch(empty_batch(runner.shapes[0]), num_logprobs=21)
 
 
+@pytest.mark.parametrize("mode", ["nano", "streams"])
+def test_steps_by_a_plan_give_the_same_tokens_in_place(mode: str) -> None:
+    model, expected = tiny_model("llama3-tiny"), golden("llama3-tiny")
+    rng = np.random.default_rng(5)
+    sizes = {"tp": 1, "moe": False, "partition": "none", "tile": 4, "model": model.config.name}
+    plans = (
+        random_plan(rng, b_dense=48, decode_tokens=8, **sizes),
+        random_plan(rng, b_dense=16, decode_tokens=16, **sizes),
+    )
+    plan_set = PlanSet(model=model.config.name, device="none", tp=1, plans=plans, sequential=(), crossover_tokens=0)
+    options = RunnerConfig(b_dense=48, max_sequences=4, page_size=4, num_pages=4096, max_context=128, mode=mode, plans=plan_set)
+    runner = ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+    runner.warm_up()
+    ids = expected["input_ids"]
+    prompt = prompt_batch(runner, ids)
+    for name in ("token_ids", "positions", "slots"):
+        setattr(prompt, name, np.roll(getattr(prompt, name), 8))
+    prompt.q_starts[0] = 8
+    steps = [runner.launch(prompt, plan=0)]
+    steps += [runner.launch(decode_batch(runner, len(ids) + i), plan=1) for i in range(5)]
+    assert [int(step.result().token_ids[0]) for step in steps] == expected["greedy_ids"][:6].tolist()
+    for index, shape in ((0, runner.shapes[-1]), (1, runner.shapes[0])):
+        memory = runner.forward_memory(shape, index)
+        assert memory.alias_size_in_bytes >= runner.pool_bytes
+        assert memory.temp_size_in_bytes < runner.pool_bytes / 8
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    model = tiny_model("llama3-tiny")
+    sizes = {"moe": False, "tile": 4, "decode_tokens": 8}
+    for change, message in [
+        ({"model": "other", "b_dense": 48, "tp": 1, "partition": "none"}, "other"),
+        ({"model": model.config.name, "b_dense": 44, "tp": 1, "partition": "none"}, "fits none of the step sizes"),
+        ({"model": model.config.name, "b_dense": 48, "tp": 2, "partition": "all_gather"}, "does not fit"),
+    ]:
+        plan = random_plan(np.random.default_rng(0), **sizes, **change)
+        plan_set = PlanSet(model=plan.model, device="none", tp=plan.tp, plans=(plan,), sequential=(), crossover_tokens=0)
+        options = RunnerConfig(b_dense=48, max_sequences=4, num_pages=8, mode="nano", plans=plan_set)
+        with pytest.raises(ValueError, match=message):
+            ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+
+
 def test_shapes() -> None:
     assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8)] == [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
     assert [s.num_tokens for s in step_shapes(16, 4, 8)] == [16]
@@ -95,6 +139,8 @@ def test_shapes() -> None:
         ({"b_dense": 8, "max_sequences": 9}, "max_sequences=9 exceeds b_dense=8"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.0"),
         ({"page_size": -1}, "page_size=-1"),
+        ({"mode": "nano"}, "needs plans"),
+        ({"mode": "fast"}, "mode='fast'"),
     ],
 )
 def test_options_are_checked(options: dict, message: str) -> None:

@@ -127,7 +127,7 @@ def forward_jit(model: Model, shape: BatchShape, probe_names: tuple[str, ...] = 
                 seen[f"{layer}.{name}"] = values["x"]
 
         decoder = nnx.merge(graph, weights)
-        out = sequential.forward(model.config, decoder, cache, last_tokens, unpack(packed, shape), probe)
+        out = sequential.forward(model.config, model.layout, decoder, cache, last_tokens, unpack(packed, shape), probe)
         return (*out, seen) if probe_names else out
 
     replicated = PartitionSpec()

@@ -1,0 +1,91 @@
+"""Sets of kernels with one signature each: what operations are made of on a given device.
+
+`REFERENCE` runs anywhere. `mosaic(num_sms)` keeps to that many SMs of a Hopper GPU. `cublas(num_sms)` takes XLA's own GEMM,
+which claims the whole chip, beside Mosaic attention: the best sequential execution where cuBLAS is the faster GEMM.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+import pallas_kernels
+from pallas_kernels import reference
+
+KernelChoice = Literal["reference", "mosaic", "cublas"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """One implementation of each kernel, with the signatures of `pallas_kernels.reference`."""
+
+    gemm: Callable[..., Array]
+    grouped_gemm: Callable[..., Array]
+    append_kv: Callable[..., tuple[Array, Array, Array]]
+    decode_attention: Callable[..., Array]
+    prefill_attention: Callable[..., Array]
+
+
+REFERENCE = Kernels(
+    gemm=reference.gemm,
+    grouped_gemm=reference.grouped_gemm,
+    append_kv=reference.append_kv,
+    decode_attention=reference.decode_attention,
+    prefill_attention=reference.prefill_attention,
+)
+
+
+def mosaic(num_sms: int) -> Kernels:
+    """Persistent Mosaic GPU kernels that hold exactly `num_sms` SMs; they take bfloat16."""
+    return Kernels(
+        gemm=functools.partial(pallas_kernels.gemm, num_sms=num_sms),
+        grouped_gemm=functools.partial(pallas_kernels.grouped_gemm, num_sms=num_sms),
+        append_kv=functools.partial(pallas_kernels.append_kv, num_sms=num_sms),
+        decode_attention=functools.partial(pallas_kernels.decode_attention, num_sms=num_sms),
+        prefill_attention=functools.partial(pallas_kernels.prefill_attention, num_sms=num_sms),
+    )
+
+
+def cublas(num_sms: int) -> Kernels:
+    """As `mosaic`, but for XLA's GEMM."""
+    return dataclasses.replace(mosaic(num_sms), gemm=_xla_gemm)
+
+
+def kernels_for(choice: KernelChoice) -> Callable[[int], Kernels]:
+    """num_sms -> kernels.
+
+    Raises:
+      ValueError: no such choice.
+    """
+    sets: dict[str, Callable[[int], Kernels]] = {"reference": lambda _: REFERENCE, "mosaic": mosaic, "cublas": cublas}
+    if choice not in sets:
+        raise ValueError(f"kernels={choice!r} is not one of {', '.join(sets)}")
+    return sets[choice]
+
+
+def best_choice(device: object) -> KernelChoice:
+    """What to take on `device` unless told otherwise: the reference on CPUs, Mosaic attention beside cuBLAS on Hopper."""
+    return "reference" if getattr(device, "platform", "cpu") == "cpu" else "cublas"
+
+
+def _xla_gemm(
+    a: Float[Array, "M K"],
+    b: Float[Array, "K *N"],
+    *,
+    bias: Float[Array, "*N"] | None = None,
+    residual: Float[Array, "M N_out"] | None = None,
+    swiglu: bool = False,
+) -> Float[Array, "M N_out"]:
+    """As `reference.gemm`, but stored in the operands' dtype before the epilogue: what cuBLAS does at full speed."""
+    out = lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+    if bias is not None:
+        out = out + bias[None]
+    if swiglu:
+        gate, up = out[:, 0].astype(jnp.float32), out[:, 1].astype(jnp.float32)
+        out = (jax.nn.silu(gate) * up).astype(a.dtype)
+    return out if residual is None else out + residual
