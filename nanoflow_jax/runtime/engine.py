@@ -117,13 +117,17 @@ class Engine:
         """Requests that have been admitted and not ended."""
         return len(self._sequences) - len(self.batcher.waiting)
 
-    def add(self, request: Request, *, submitted_s: float | None = None) -> None:
-        """Queues a request.
+    def add(self, request: Request, *, prompt: np.ndarray | None = None, submitted_s: float | None = None) -> None:
+        """Queues a request. The caller keeps ids unique.
+
+        Args:
+          prompt: what `validate` returned, for a caller that has validated it already.
+          submitted_s: `time.perf_counter()` when it came, if that was earlier.
 
         Raises:
-          RequestRejected: see `request.validate`. The caller keeps ids unique.
+          RequestRejected: see `request.validate`.
         """
-        prompt = validate(request, self.limits)
+        prompt = validate(request, self.limits) if prompt is None else prompt
         assert request.request_id not in self._sequences, f"{request.request_id=} is in use"
         params = request.params
         eos = () if params.ignore_eos else self.runner.config.eos_token_ids

@@ -41,7 +41,7 @@ def _pages_of_first(counts: np.ndarray, growing: np.ndarray, times: np.ndarray, 
     """int64 over times: the sum of floor((growing_j + t) / page_size) over the first `counts` sequences, one count per time."""
     whole, rest = np.divmod(growing, page_size)
     time_whole, time_rest = np.divmod(times, page_size)
-    carries = np.zeros((growing.size + 1, page_size), np.int64)
+    carries = np.zeros((growing.size + 1, page_size), np.int32)
     np.cumsum(rest[:, None] + np.arange(page_size) >= page_size, axis=0, out=carries[1:])
     return _prefix_sums(whole)[counts] + counts * time_whole + carries[counts, time_rest]
 

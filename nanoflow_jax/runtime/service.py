@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.request import FinishReason, RejectCode, Request, RequestEvent, RequestRejected, validate
@@ -32,6 +33,7 @@ class _Open:
     """A request that has not had its last event."""
 
     request: Request
+    prompt: np.ndarray
     on_event: OnEvent
     submitted_s: float
 
@@ -66,7 +68,7 @@ class EngineService:
         Raises:
           RequestRejected: it is invalid, its id is in use, the queue is full, or the service is draining, stopped or failed.
         """
-        validate(request, self._engine.limits)
+        prompt = validate(request, self._engine.limits)
         with self._condition:
             if self._state != "running":
                 raise RequestRejected(RejectCode.SHUTTING_DOWN, f"the engine is {self._state}")
@@ -75,7 +77,7 @@ class EngineService:
             waiting = len(self._open) - self._engine.num_running
             if waiting >= self._max_waiting:
                 raise RequestRejected(RejectCode.OVERLOADED, f"{waiting} requests are waiting, no more are taken")
-            entry = _Open(request, on_event, time.perf_counter())
+            entry = _Open(request, prompt, on_event, time.perf_counter())
             self._open[request.request_id] = entry
             self._submitted.append(entry)
             self._condition.notify_all()
@@ -148,10 +150,7 @@ class EngineService:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
         for entry in submitted:
-            try:
-                self._engine.add(entry.request, submitted_s=entry.submitted_s)
-            except RequestRejected as error:  # it was valid when submitted; its owner changed it since
-                self._deliver(_failure(entry.request.request_id, str(error)))
+            self._engine.add(entry.request, prompt=entry.prompt, submitted_s=entry.submitted_s)
         for entry in cancelled:
             # The id may have been used again since its owner ended.
             if self._open.get(entry.request.request_id) is entry:
@@ -186,8 +185,10 @@ class EngineService:
             self._state, self._error, self._step_began_s = "failed", error, None
             entries = list(self._open.values())
         for entry in entries:
-            self._deliver(_failure(entry.request.request_id, f"the engine failed: {error}"))
-
-
-def _failure(request_id: str, error: str) -> RequestEvent:
-    return RequestEvent(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+            self._deliver(
+                RequestEvent(
+                    request_id=entry.request.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=f"the engine failed: {error}",
+                )
+            )

@@ -142,6 +142,28 @@ def test_cancel_frees_pages_and_keeps_the_others(runner, service):
     assert service.stats().free_pages == runner.num_pages - 1
 
 
+def test_case_21_cancels_at_any_moment_bring_every_page_back(runner, service):
+    """Waiting, between prompt chunks, decoding, or finished: whichever state the cancel meets."""
+    client = Client(service)
+    rng = np.random.default_rng(21)
+    requests = [request(f"r{i}", prompt(rng, 1 + i % 60), max_tokens=1 + i % 40, ignore_eos=bool(i % 2)) for i in range(200)]
+
+    def churn(mine, rng):
+        for r in mine:
+            client.submit(r)
+            if rng.integers(2):
+                client.service.cancel(mine[int(rng.integers(len(mine)))].request_id)
+
+    threads = [threading.Thread(target=churn, args=(requests[i::4], np.random.default_rng(i))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_plain(runner, requests, {r.request_id: client.wait(r.request_id) for r in requests})
+    assert service.drain(_PATIENCE_S)
+    assert service.stats().free_pages == runner.num_pages - 1
+
+
 def test_cancel_before_the_first_step(runner):
     runner.step_gate = threading.Event()
     service = EngineService(Engine(runner))
