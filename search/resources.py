@@ -29,7 +29,7 @@ from ortools.sat.python import cp_model
 from nanoflow_jax.plan import Resource
 from search.hardware import PowerModel
 from search.interference import Interference, performance, sms_of_share, useful_shares
-from search.schedule import Arc, Schedule, lane_arcs, shortest_period
+from search.schedule import Arc, Schedule, lane_arcs, retime
 
 SHARE_STEP = 0.1
 _PERMILLE = 1000
@@ -295,23 +295,43 @@ def _add_shares(cp, starts, durations, demands, period, windows, upper) -> None:
 
 
 def _constant_allocation(schedule, arcs, device, shares, at, period, tick) -> Allocation:
-    """The solver's order at exact times: of two nodes that may not run together, the one that ends first goes first."""
+    """The solver's order at exact times.
+
+    Of two nodes that may not run together, the one that ends first goes first. If three that may in pairs then meet with too
+    large a sum, every pair keeps the solver's order.
+    """
     nodes = schedule.nodes
     speed = [performance(device.interference, n.resource, s) for n, s in zip(nodes, shares, strict=True)]
     exact = [n.best_us / p for n, p in zip(nodes, speed, strict=True)]
     ticks = [math.ceil(d / tick) for d in exact]
-    order = list(arcs)
-    for u, v in itertools.permutations(range(len(nodes)), 2):
-        # v of this layer starts after u of the layer `k` later has ended (k may be negative): keep that.
-        k = (at[v] - at[u] - ticks[u]) // period
-        order.append(Arc(tail=u, head=v, layers=-k))
-    period_us, starts = shortest_period(exact, order)
-    least = min(math.floor(s / period_us + 1e-9) for s in starts)
+
+    def ordered(least_sum: float) -> Schedule:
+        order = list(arcs)
+        for u, v in itertools.permutations(range(len(nodes)), 2):
+            if shares[u] + shares[v] > least_sum:
+                # v starts after u of `k` layers later has ended (k may be negative): keep that.
+                k = (at[v] - at[u] - ticks[u]) // period
+                order.append(Arc(tail=u, head=v, layers=-k))
+        return retime(schedule, exact, order)
+
+    placed = ordered(1 + 1e-9)
+    if _most_shares(placed, shares) > 1 + 1e-9:
+        placed = ordered(0.0)
     grants = tuple(
-        Grant(
-            node=v, start_us=starts[v] - least * period_us, stop_us=starts[v] - least * period_us + exact[v], share=shares[v],
-            performance=speed[v],
-        )
-        for v in range(len(nodes))
-    )  # fmt: skip
-    return Allocation(schedule=schedule, grants=grants, period_us=period_us, bound_us=0.0)
+        Grant(node=v, start_us=s, stop_us=s + exact[v], share=shares[v], performance=speed[v])
+        for v, s in enumerate(placed.starts)
+    )
+    return Allocation(schedule=schedule, grants=grants, period_us=placed.period_us, bound_us=0.0)
+
+
+def _most_shares(schedule: Schedule, shares: Sequence[float]) -> float:
+    """The largest sum of shares in flight; it is reached where a node starts."""
+    period, eps = schedule.period_us, 1e-9 * schedule.period_us
+    most = 0.0
+    for at in schedule.starts:
+        held = 0.0
+        for s, d, share in zip(schedule.starts, schedule.durations, shares, strict=True):
+            into = (at - s + eps) % period
+            held += share * ((into < d - eps) + (into + period < d - eps))
+        most = max(most, held)
+    return most
