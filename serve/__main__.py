@@ -16,11 +16,9 @@ from pathlib import Path
 
 from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
-from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import RunnerConfig
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
-from serve import protocol
 from serve.address import DEFAULT_HOST, DEFAULT_PORT, Address, TcpAddress, UnixAddress
 from serve.backend import Backend
 from serve.connection import ConnectionLimits
@@ -167,18 +165,6 @@ def _write_whole(path: Path, text: str) -> None:
     scratch.replace(path)
 
 
-def _run(engine: Engine, description: protocol.ModelDescription, args: argparse.Namespace, config: ServerConfig, bound) -> int:
-    service = EngineService(engine, max_waiting=args.queue)
-    backend = Backend(service=service, tokenizer=engine.tokenizer, description=description)
-    ending = asyncio.run(serve(backend, config, bound, args.address_file))
-    if ending is Ending.HUNG:
-        # The runtime would wait for the device at exit; all that needs closing has been closed.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    return 0 if ending is Ending.DRAINED else 1
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     args = _parser().parse_args(argv)
@@ -187,14 +173,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.INFO)
     try:
         options, config = engine_options(args), server_config(args)
+        if args.address_file is not None:
+            args.address_file.unlink(missing_ok=True)  # of a server that was killed
         with bind(config.address) as bound:
             engine, description = start_engine(options)
-            return _run(engine, description, args, config, bound)
+            service = EngineService(engine, max_waiting=args.queue)
+            backend = Backend(service=service, tokenizer=engine.tokenizer, description=description)
+            ending = asyncio.run(serve(backend, config, bound, args.address_file))
     except (CheckpointError, TokenizerError, ChatTemplateError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    if ending is Ending.HUNG:
+        # The runtime would wait for the device at exit; all that needs closing has been closed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0 if ending is Ending.DRAINED else 1
 
 
 if __name__ == "__main__":

@@ -85,8 +85,11 @@ class AsyncStream:
             raise StopAsyncIteration
         try:
             answer = await self._client._next_answer(self._answers)
-        except (ServerError, OSError):  # TimeoutError is an OSError
+        except TimeoutError:
             self._leave()
+            raise
+        except (ServerError, OSError):
+            self._end()
             raise
         assert isinstance(answer, protocol.Delta | protocol.Finished)
         if isinstance(answer, protocol.Finished):

@@ -117,6 +117,6 @@ def _encode_chat(backend: Backend, messages: list[protocol.ChatMessage]) -> list
 
 
 def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise ProtocolError(ErrorCode.INVALID_REQUEST, f"token id {token_id} is not below {vocab_size}")
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise ProtocolError(ErrorCode.INVALID_REQUEST, f"token id {largest} is not below {vocab_size}")

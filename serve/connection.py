@@ -322,6 +322,8 @@ class Connection:
 
     async def _generate(self, message: protocol.Generate) -> None:
         token_ids = await backends.prompt_token_ids(self._backend, message.prompt)
+        if self._closing:
+            return  # nobody would cancel what starts now
         generation = Generation(message.id, f"{self._name}#{self._next_key}")
         self._next_key += 1
         request = runtime.Request(

@@ -52,6 +52,34 @@ def test_tiny_checkpoint_gives_the_golden_tokens(tiny: Process):
         assert client.stats().engine["num_compilations"] == 7  # one forward and six samplers, all made at the start
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [("--tp", "2"), ("--sync",), ("--page-size", "5", "--b-dense", "7"), ("--num-pages", "9", "--max-context", "64")]
+)
+def test_options_change_no_token(tmp_path, options):
+    golden = np.load(TINY / "golden.npz")
+    prompt, expected = golden["input_ids"].tolist(), golden["greedy_ids"].tolist()
+    params = SamplingParams(max_tokens=len(expected), ignore_eos=True)
+    with served(tmp_path, "--model", str(TINY), *SMALL, *options, "--no-cache") as process, process.client() as client:
+        streams = [client.stream(prompt, params) for _ in range(4)]
+        for stream in streams:
+            list(stream)
+        assert [stream.result.token_ids for stream in streams] == [expected] * 4
+        process.signal()
+        assert process.wait() == 0
+
+
+@pytest.mark.slow
+def test_random_weights(tmp_path, cache):
+    options = ("--model", str(TINY), "--random-weights", *SMALL, "--cache-dir", str(cache))
+    with served(tmp_path, *options, "--seed", "5") as process, process.client() as client:
+        assert client.model_info().name == "llama3-tiny"
+        one = client.generate("Hello", SamplingParams(max_tokens=9, ignore_eos=True))
+        assert len(one.token_ids) == 9
+    with served(tmp_path / "again", *options, "--seed", "5") as process, process.client() as client:
+        assert client.generate("Hello", SamplingParams(max_tokens=9, ignore_eos=True)).token_ids == one.token_ids
+
+
 def test_the_ready_line_and_the_log(tiny: Process):
     assert tiny.popen.stdout.readline() == f"ready {tiny.address}\n"
     assert "Traceback" not in tiny.log

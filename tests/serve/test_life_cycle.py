@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from nanoflow_jax.runtime.request import FinishReason, SamplingParams
+from nanoflow_jax.tokenizer import Tokenizer
 from serve import protocol
 from serve.async_client import ServerError
 from serve.protocol import ErrorCode
@@ -102,6 +103,31 @@ def test_a_hung_device_does_not_keep_the_server_from_ending(monkeypatch):
             s.server.shut_down()
             assert await s.ending is Ending.HUNG
             runner.step_gate.set()
+
+    run(test())
+
+
+def test_a_long_tokenization_delays_nobody_and_starts_nothing_once_its_client_was_shown_out(monkeypatch):
+    gate = threading.Event()
+
+    def slow(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        gate.wait(20.0)
+        return [3]
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+
+    async def test() -> None:
+        async with serving() as s, await s.client() as other:
+            raw = await s.raw()
+            raw.write({"type": "generate", "id": 1, "prompt": {"type": "text", "text": "x"}})
+            await eventually(lambda: s.backend.counters.requests_total == 1)
+            assert (await other.generate([3, 4], SamplingParams(max_tokens=3))).token_ids
+            s.server.shut_down()
+            await eventually(lambda: s.backend.service.health().state != "running")
+            asyncio.get_running_loop().call_later(0.05, gate.set)
+            assert await s.ending is Ending.DRAINED
+            assert s.backend.service.stats().finished == {"stop": 0, "length": 1, "cancelled": 0, "error": 0}
+            raw.writer.close()
 
     run(test())
 
