@@ -9,7 +9,6 @@ import bisect
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -164,14 +163,11 @@ class Batcher:
             self._admission_held = False
         if not self.waiting or self._admission_held:
             return
-        unfilled = np.where(table.phase[running] == Phase.PREFILL, table.target[running] - table.kv_len[running], 0)
-        candidates = self._candidates(budget - int(unfilled.sum()), self.max_running - running.size)
-        if not candidates:
-            return
-        fits = self._admission_test(running, unfilled, candidates)
-        # The peak grows with every candidate, so the largest number that fits is found by bisection.
-        admitted = bisect.bisect_left(range(1, len(candidates) + 1), True, key=lambda n: not fits(n))
-        if admitted == 0 and running.size == 0:
+        prefilling = np.flatnonzero(table.phase == Phase.PREFILL)
+        budget -= int((table.target[prefilling] - table.kv_len[prefilling]).sum())
+        candidates = self._candidates(budget, self.max_running - running.size)
+        admitted = self._count_that_fits(candidates) if candidates else 0
+        if candidates and admitted == 0 and running.size == 0:
             admitted = 1  # whatever is predicted, a request alone fits: its output is limited to the pool
         for sequence in candidates[:admitted]:
             self.waiting.popleft()
@@ -189,37 +185,35 @@ class Batcher:
             budget -= sequence.tokens.size
         return candidates
 
-    def _admission_test(self, running: np.ndarray, unfilled: np.ndarray, candidates: list[Sequence]) -> Callable[[int], bool]:
-        """A function of n: do the first n candidates fit beside those running, now and at the predicted peak?"""
+    def _count_that_fits(self, candidates: list[Sequence]) -> int:
+        """How many of the candidates, from the first, fit beside those running: now, and at the predicted peak."""
         table = self.table
-        holding = table.phase[running] != Phase.ENDING  # an ending row has given its pages back
-        running, unfilled = running[holding], unfilled[holding]
-        new = [(s.tokens.size, s.num_prompt_tokens, s.final_length, s.request.params.ignore_eos or s.preemptions > 0)
-               for s in candidates]  # fmt: skip
-        new_lengths, new_prompts, new_finals, new_exact = (np.array(column) for column in zip(*new, strict=True))
-        lengths = np.concatenate((np.maximum(table.kv_len[running], table.target[running]), new_lengths)).astype(np.int64)
-        prompts = np.concatenate((table.prompt_len[running], new_prompts))
-        finals = np.concatenate((table.final_len[running], new_finals))
-        exact = np.concatenate((table.exact[running], new_exact))
-        by_arrival = np.argsort(np.where(unfilled > 0, table.arrival[running], -1), kind="stable")
-        to_fill = np.zeros(lengths.size, np.int64)
-        to_fill[by_arrival] = np.cumsum(unfilled[by_arrival])
-        to_fill[running.size :] = np.cumsum(new_lengths) + int(unfilled.sum())
-        to_fill[: running.size][unfilled == 0] = 0
-        delays = -(-to_fill // max(1, self.b_dense - lengths.size))
-        outputs = lengths + 1 - prompts
-        expected = prompts + self.output_lengths.expected_total(outputs, finals - prompts)
+        # An ending row has given its pages back. Oldest first; candidates are younger than whoever runs.
+        running = np.flatnonzero((table.phase == Phase.PREFILL) | (table.phase == Phase.DECODE))
+        running = running[np.argsort(table.arrival[running])]
+        new_lengths = np.array([s.tokens.size for s in candidates])
+        lengths = np.concatenate((np.maximum(table.kv_len[running], table.target[running]), new_lengths))
+        prompts = np.concatenate((table.prompt_len[running], [s.num_prompt_tokens for s in candidates]))
+        finals = np.concatenate((table.final_len[running], [s.final_length for s in candidates]))
+        exact = np.concatenate((table.exact[running], [s.exact for s in candidates]))
+        unfilled = lengths - np.concatenate((table.kv_len[running], np.zeros_like(new_lengths)))
+
+        # Prompts are filled in this order, with what decoding leaves of each step.
+        steps_to_fill = -(-np.cumsum(unfilled) // max(1, self.b_dense - lengths.size))
+        delays = np.where(unfilled > 0, steps_to_fill, 0)
+        expected = prompts + self.output_lengths.expected_total(lengths + 1 - prompts, finals - prompts)
         # The last token of an output never enters the cache.
         remaining = np.maximum(np.where(exact, finals, expected) - 1 - lengths, 0)
         new_pages = np.cumsum(-(-new_lengths // self.page_size))
 
-        def fits(n: int) -> bool:
-            m = running.size + n
-            if new_pages[n - 1] > self.allocator.num_free:
-                return False
-            return peak_pages(lengths[:m], delays[:m], remaining[:m], self.page_size) <= self.allocator.num_pages - 1
+        def exceeds(count: int) -> bool:
+            n = running.size + count
+            return bool(new_pages[count - 1] > self.allocator.num_free) or (
+                peak_pages(lengths[:n], delays[:n], remaining[:n], self.page_size) > self.allocator.num_pages - 1
+            )
 
-        return fits
+        # The peak grows with every candidate.
+        return bisect.bisect_left(range(1, len(candidates) + 1), True, key=exceeds)
 
     def _prefill_chunks(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows that prefill in this step, oldest first, and the tokens that each gets of `budget`."""

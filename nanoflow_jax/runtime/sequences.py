@@ -61,6 +61,11 @@ class Sequence:
         """Each of its tokens needs work of its own: text to watch, an event to send, log-probabilities to keep."""
         return self.request.stream or self.text is not None or self.logprobs is not None
 
+    @property
+    def exact(self) -> bool:
+        """Count on final_length, not on an estimate: it says so itself, or a wrong estimate has cost it its row before."""
+        return self.request.params.ignore_eos or self.preemptions > 0
+
 
 class SequenceTable:
     """One row per running sequence.
@@ -71,8 +76,7 @@ class SequenceTable:
       known: tokens whose ids are on the host.
       kv_len: tokens whose K and V launched steps have computed; a launched sampling step promises token number kv_len.
       target: tokens to prefill, those known when the row was filled.
-      prompt_len, final_len, arrival: of the sequence.
-      exact: the output ends at final_len as far as we can tell; otherwise it may end earlier.
+      prompt_len, final_len, arrival, exact, attended: of the sequence.
       num_pages, block_tables: pages owned, and which.
       tokens: prompt and output ids.
       stop_ids: padded with -1.
@@ -119,8 +123,7 @@ class SequenceTable:
         self.prompt_len[row] = sequence.num_prompt_tokens
         self.final_len[row] = sequence.final_length
         self.arrival[row] = sequence.arrival
-        # A sequence that a wrong estimate cost its row is not estimated again.
-        self.exact[row] = params.ignore_eos or sequence.preemptions > 0
+        self.exact[row] = sequence.exact
         self.attended[row] = sequence.attended
         self.num_pages[row] = pages.size
         self.block_tables[row, : pages.size] = pages

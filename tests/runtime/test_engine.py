@@ -386,3 +386,13 @@ def test_a_failing_tokenizer_ends_one_request_only():
     assert "no such token" in outputs["bad"].last.error
     assert outputs["good"].reason is not FinishReason.ERROR
     assert engine.batcher.allocator.num_used == 0
+
+
+def test_a_pool_of_exactly_what_all_need_runs_all_at_once():
+    rng = np.random.default_rng(0)
+    runner = MockRunner(b_dense=64, max_sequences=8, page_size=4, num_pages=8 * 10 + 1)
+    requests = [request(f"r{i}", prompt(rng, 20), max_tokens=21, ignore_eos=True) for i in range(8)]
+    engine = Engine(runner)
+    assert_plain(runner, requests, run(engine, requests))
+    assert max(int((b.q_lens > 0).sum()) for b in runner.batches) == 8
+    assert engine.stats().preemptions == 0
