@@ -82,7 +82,10 @@ class Serving:
 
     async def idle(self) -> None:
         """Returns once no request is open and every page is free; fails after a while."""
-        await eventually(lambda: (stats := self.backend.service.stats()).running + stats.waiting == 0 and pages_free(stats))
+        counters, stats = self.backend.counters, self.backend.service.stats
+        await eventually(
+            lambda: counters.generations_open == 0 and stats().running + stats().waiting == 0 and pages_free(stats())
+        )
 
 
 def pages_free(stats: Any) -> bool:

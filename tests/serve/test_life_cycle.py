@@ -122,12 +122,13 @@ def test_a_long_tokenization_delays_nobody_and_starts_nothing_once_its_client_wa
             raw.write({"type": "generate", "id": 1, "prompt": {"type": "text", "text": "x"}})
             await eventually(lambda: s.backend.counters.requests_total == 1)
             assert (await other.generate([3, 4], SamplingParams(max_tokens=3))).token_ids
-            s.server.shut_down()
-            await eventually(lambda: s.backend.service.health().state != "running")
-            asyncio.get_running_loop().call_later(0.05, gate.set)
-            assert await s.ending is Ending.DRAINED
-            assert s.backend.service.stats().finished == {"stop": 0, "length": 1, "cancelled": 0, "error": 0}
+            list(s.server._connections)[-1].close()
+            gate.set()
+            assert await raw.read() is None
+            await eventually(lambda: s.backend.counters.connections_open == 1)
             raw.writer.close()
+            await s.idle()
+            assert s.backend.service.stats().finished == {"stop": 0, "length": 1, "cancelled": 0, "error": 0}
 
     run(test())
 
