@@ -10,11 +10,13 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import jinja2
+import jinja2.filters
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +25,8 @@ from jinja2.visitor import NodeTransformer
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 MAX_CHARS = 16 << 20
-_DEPTH_OF_SIZE = 64
+# The same list can be part of a value again and again, so that a small value has endless parts.
+_MAX_PARTS = 1 << 18
 
 
 class ChatTemplateError(ValueError):
@@ -59,7 +62,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise ChatTemplateError("chat template recurses too deeply") from error
         except Exception as error:  # a template can raise anything that Python can
-            raise ChatTemplateError(f"chat template failed: {error}") from error
+            raise ChatTemplateError(f"chat template failed: {type(error).__name__}: {error}") from error
         finally:
             _budget.reset(token)
 
@@ -99,21 +102,23 @@ def _charge_step() -> None:
         budget.charge_step()
 
 
-def _size(value: Any, depth: int = 0) -> int:
-    """Characters that `value` would have as text, roughly and from below; counting stops beyond the limit."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if not isinstance(value, list | tuple):
-        return 1
-    total = len(value)
-    if depth > _DEPTH_OF_SIZE:
-        raise ChatTemplateError(f"chat template nests values deeper than {_DEPTH_OF_SIZE}")
-    for item in value:
-        if total > MAX_CHARS:
-            break
-        total += _size(item, depth + 1)
+def _size(value: Any) -> int:
+    """Characters that `value` would have as text, from below; more than MAX_CHARS for what has too many parts to count."""
+    total, parts, stack = 0, 0, [value]
+    while stack and total <= MAX_CHARS:
+        part = stack.pop()
+        parts += 1
+        if parts > _MAX_PARTS:
+            return MAX_CHARS + 1
+        if isinstance(part, str | bytes):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            stack += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            total += len(part)
+            stack += part
+        else:
+            total += 1
     return total
 
 
@@ -123,9 +128,19 @@ def _charge_product(*values: Any) -> None:
     _charge_step()
     product = 1
     for value in values:
-        product *= max(1, abs(value) if isinstance(value, int) else _size(value))
-        if product > MAX_CHARS * 64:
+        size = abs(value) if isinstance(value, int) else _size(value)
+        product *= max(1, size)
+        if product > MAX_CHARS * 8 or (size > MAX_CHARS and not isinstance(value, int)):
             raise ChatTemplateError("chat template makes a value that is too large")
+
+
+# A width or precision of six digits or more, or one that is taken from the arguments.
+_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*(\d{6}|\{)")
+
+
+def _check_format(form: Any) -> None:
+    if isinstance(form, str) and _WIDE_FORMAT.search(form):
+        raise ChatTemplateError("chat template formats a value too widely")
 
 
 def _metered_loop(iterable: Iterable) -> Iterator:
@@ -180,7 +195,21 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise ChatTemplateError("chat template makes a value that is too large")
         else:
             _charge_product(left, right)
+        if operator == "%":
+            _check_format(left)
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def metered(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__)
+            _charge_product(value.__self__, *args, *kwargs.values())
+            return formatted(*args, **kwargs)
+
+        return metered
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         owner = getattr(obj, "__self__", None)
@@ -215,6 +244,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise ChatTemplateError(f"chat template refuses the messages: {message}")
 
 
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(value)
+    return jinja2.filters.do_format(value, *args, **kwargs)
+
+
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
@@ -227,7 +261,7 @@ def _environment() -> _Environment:
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         finalize=_finalize,
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, "format": _format}
     environment.filters = {name: _metered_filter(function) for name, function in environment.filters.items()}
     environment.filters |= {"_metered_loop": _metered_loop, "_metered_join": _metered_join}
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
