@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -87,5 +86,6 @@ def _xla_gemm(
         out = out + bias[None]
     if swiglu:
         gate, up = out[:, 0].astype(jnp.float32), out[:, 1].astype(jnp.float32)
-        out = (jax.nn.silu(gate) * up).astype(a.dtype)
+        # Not jax.nn.silu, a jitted function: XLA cannot place a call within a call on a stream.
+        out = (gate * lax.logistic(gate) * up).astype(a.dtype)
     return out if residual is None else out + residual

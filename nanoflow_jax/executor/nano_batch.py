@@ -3,16 +3,15 @@
 The plan is the only input that decides split, order, streams and budgets. The same nano-operations can be handed to XLA in
 three ways, which a comparison needs side by side:
 
-- `NANO`: one after another, each behind a barrier: the split alone.
+- `NANO`: one after another, a barrier between each two: the split alone.
 - `XLA`: in no order but the data's; what overlaps is the compiler's choice.
-- `STREAMS`: nano-operations of different resources on streams of their own, each behind whatever the plan ends before it
-  starts, so that just what the plan has side by side may run side by side.
+- `STREAMS`: in phases between barriers (`executor.phases`), in which each resource has a stream of its own.
 """
 
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,23 +21,25 @@ from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.executor.sequential import Probe, input_tokens, last_of_rows
 from nanoflow_jax.kernels import Kernels
 from nanoflow_jax.kv_cache import KVCache
-from nanoflow_jax.models.decoder import Decoder, DecoderLayer
-from nanoflow_jax.operations import OPERATIONS, StepInputs, embed, logits, step_inputs
+from nanoflow_jax.models.decoder import Decoder
+from nanoflow_jax.operations import OPERATIONS, embed, logits, step_inputs
 from nanoflow_jax.parallel import ParallelLayout
-from nanoflow_jax.plan import NanoBatch, NanoOperation, PipelinePlan, Resource, plan_graph, unroll
+from nanoflow_jax.plan import NanoBatch, PipelinePlan, Resource, plan_graph
 
 _POOL = ("k_pages", "v_pages")
 # A plan gives decoding and prompt tokens ranges of their own, so their attention needs no merge.
 _RENAMED = {"decoded": "attended", "prefilled": "attended"}
-# XLA spreads its own asynchronous work over streams 0 to 3, and collectives have theirs.
+# XLA spreads its own asynchronous work over streams 0 to 3; collectives are asynchronous by themselves.
 _STREAM_OF = {Resource.COMPUTE: 5, Resource.MEMORY: 6}
 
 Values = dict[str, Array]
 KernelsFor = Callable[[int], Kernels]
+Annotate = Callable[[Resource, Callable], Callable]
 
 
 class Mode(enum.Enum):
@@ -77,30 +78,31 @@ def forward(
         raise ValueError(f"{plan.partition=} does not fit weights with {layout.gathered_o_proj=}")
     if batch.shape.num_tokens != plan.b_dense:
         raise ValueError(f"a batch of {batch.shape.num_tokens} tokens does not fit a plan of {plan.b_dense=}")
-    inputs = functools.cache(lambda start, stop: step_inputs(config, batch, start, stop))
-    runs = {node.name: node.runs for node in plan_graph(plan)}
-    # Every token's residual stream has one current state, so all layers share x; the rest lives within a layer.
-    x = Segments()
-    x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
-    pools = zip(cache.k_pages, cache.v_pages, strict=True)
-    layers = [_Layer({"x": x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
-    order = _Order(plan, mode)
+    pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache)
+    pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
+    num_layers = config.num_layers
+    phases = group(plan, num_layers) if mode is Mode.STREAMS else [(placed,) for placed in in_order(plan, num_layers)]
     annotate = _on_stream if on_streams and mode is Mode.STREAMS else _where_it_is
-    for window, index, nano in unroll(plan, len(layers)):
-        tokens = plan.batch_of(nano)
-        step = dataclasses.replace(inputs(tokens.start, tokens.stop), kernels=kernels_for(nano.num_sms))
-        run = functools.partial(_run_operations, config, step, decoder.layers[index])
-        results = _run_node(runs[nano.operation], nano, tokens, layers[index], run, order.behind(window, nano), annotate)
-        order.done(window, nano, list(results.values()))
-        if probe is not None:
-            probe(index, f"{nano.operation}[{tokens.start}:{tokens.stop}]", results)
-    row_logits = logits(config, decoder, last_of_rows(batch, x.read(0, plan.b_dense)))
-    return row_logits, KVCache([layer.pool["k_pages"] for layer in layers], [layer.pool["v_pages"] for layer in layers])
+    behind: list[Array] = []
+    for phase in phases:
+        if mode is not Mode.XLA:
+            pipeline.hold_back(phase, behind)
+        results = pipeline.run(phase, annotate)
+        if mode is not Mode.XLA:
+            results = lax.optimization_barrier(results)
+        behind = [array for values in results for array in values.values()]
+        for placed, values in zip(phase, results, strict=True):
+            written = pipeline.finish(placed, values)
+            if probe is not None:
+                tokens = plan.batch_of(placed.nano)
+                probe(placed.layer, f"{placed.nano.operation}[{tokens.start}:{tokens.stop}]", written)
+    row_logits = logits(config, decoder, last_of_rows(batch, pipeline.x.read(0, plan.b_dense)))
+    return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in _POOL))
 
 
 @dataclasses.dataclass
 class _Layer:
-    """What exists of one layer while the pipeline passes through it."""
+    """What exists of one layer while the pipeline passes through it. `values` of all layers share x: see `_Pipeline`."""
 
     values: dict[str, Segments]
     pool: Values
@@ -108,69 +110,125 @@ class _Layer:
     # what nobody can still need, and would copy the whole pool otherwise.
     pool_readers: list[Array] = dataclasses.field(default_factory=list)
 
+    def write(self, tokens: NanoBatch, results: Values) -> None:
+        for name, array in results.items():
+            self.values.setdefault(_RENAMED.get(name, name), Segments()).write(tokens.start, tokens.stop, array)
 
-def _run_node(
-    names: Sequence[str],
-    nano: NanoOperation,
-    tokens: NanoBatch,
-    layer: _Layer,
-    run: Callable[[Sequence[str], Values], Values],
-    behind: Sequence[Array],
-    annotate: Callable[[Resource, Callable], Callable],
-) -> Values:
-    """Runs the operations of one nano-operation and stores what they wrote for its tokens, which it returns."""
-    # Writes of the pool stay on the main stream: inside an asynchronous region they would not be in place.
-    first_write = next((i for i, name in enumerate(names) if set(_POOL) & set(OPERATIONS[name].writes)), len(names))
-    values = _external_reads(names[:first_write], layer, tokens)
-    values = _tie(values, behind)
-    pool = {name: layer.pool[name] for name in _POOL if _reads(names[:first_write], name)}
-    results = annotate(nano.resource, functools.partial(run, names[:first_write]))({**values, **pool})
-    if pool:
-        layer.pool_readers += results.values()
-    if first_write < len(names):
-        pool = _tie(layer.pool, layer.pool_readers)
-        results = run(names[first_write:], {**results, **pool})
-        layer.pool = {name: results.pop(name) for name in _POOL}
-        layer.pool_readers = []
-    for name, array in results.items():
-        layer.values.setdefault(_RENAMED.get(name, name), Segments()).write(tokens.start, tokens.stop, array)
-    return results
+    def external_reads(self, names: Sequence[str]) -> list[str]:
+        """Values that operations `names` need from outside, the pool apart."""
+        inside: set[str] = set()
+        wanted = []
+        for name in names:
+            wanted += [r for r in OPERATIONS[name].reads if r not in inside and r not in _POOL and r not in wanted]
+            inside |= set(OPERATIONS[name].writes)
+        return wanted
 
 
-def _run_operations(config: ModelConfig, step: StepInputs, layer: DecoderLayer, names: Sequence[str], values: Values) -> Values:
-    """Applies operations in order; returns what they wrote last under each name."""
-    known, written = dict(values), {}
-    for name in names:
-        operation = OPERATIONS[name]
-        results = operation.apply(config, step, layer, *(known[read] for read in operation.reads))
-        update = dict(zip(operation.writes, results, strict=True))
-        known.update(update)
-        written.update(update)
-    return written
+class _Pipeline:
+    """The values of a step on their way through the layers.
+
+    Every token's residual stream has one current state, so all layers share x; everything else lives within a layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        batch: Batch,
+        plan: PipelinePlan,
+        kernels_for: KernelsFor,
+        cache: KVCache,
+    ):
+        self.x = Segments()
+        pools = zip(cache.k_pages, cache.v_pages, strict=True)
+        self.layers = [_Layer({"x": self.x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
+        self._config, self._decoder, self._plan = config, decoder, plan
+        self._kernels_for = kernels_for
+        # Computed here once per range: inside a region they would be computed again.
+        ranges = {(tokens.start, tokens.stop) for batches in plan.nano_batches.values() for tokens in batches}
+        self._steps = {key: step_inputs(config, batch, *key) for key in sorted(ranges)}
+        # The operations of each node: those that may run asynchronously, and those from the first write of the pool on,
+        # which stay on the main stream because elsewhere they would not be in place.
+        nodes = plan_graph(plan)
+        self._runs = {node.name: _split_at_pool_write(node.runs) for node in nodes}
+        # Of what a node's asynchronous part writes, only what others read leaves it. This is one value per node, and has to
+        # be: XLA breaks up a region with several results and then waits for it at once.
+        self._kept = {node.name: _read_elsewhere(node.name, self._runs) for node in nodes}
+
+    def hold_back(self, phase: Phase, behind: Sequence[Array]) -> None:
+        """Makes everything that `phase` reads from outside ready together, and not before `behind` exists."""
+        reads: dict[tuple[int, str, int, int], Array] = {}
+        for placed in phase:
+            tokens = self._plan.batch_of(placed.nano)
+            layer = self.layers[placed.layer]
+            for name in layer.external_reads(self._runs[placed.nano.operation][0]):
+                if name in layer.values and layer.values[name].covers(tokens.start, tokens.stop):
+                    key = (placed.layer, name, tokens.start, tokens.stop)
+                    reads[key] = layer.values[name].read(tokens.start, tokens.stop)
+        held, _ = lax.optimization_barrier((reads, list(behind)))
+        for (layer, name, start, stop), array in held.items():
+            self.layers[layer].values[name].write(start, stop, array)
+
+    def run(self, phase: Phase, annotate: Annotate) -> list[Values]:
+        """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet."""
+        state = [_Layer({name: value.copy() for name, value in layer.values.items()}, layer.pool) for layer in self.layers]
+        outputs = []
+        for placed in phase:
+            tokens, layer = self._plan.batch_of(placed.nano), state[placed.layer]
+            names = self._runs[placed.nano.operation][0]
+            values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in layer.external_reads(names)}
+            if _reads_pool(names):
+                values |= layer.pool
+            kept = self._kept[placed.nano.operation]
+            written = annotate(placed.nano.resource, functools.partial(self._apply, placed, names, kept))(values)
+            layer.write(tokens, written)
+            outputs.append(written)
+        return outputs
+
+    def finish(self, placed: Placed, results: Values) -> Values:
+        """Stores what a nano-operation wrote, after its write of the pool if it has one; returns all it wrote."""
+        layer, tokens = self.layers[placed.layer], self._plan.batch_of(placed.nano)
+        before, after = self._runs[placed.nano.operation]
+        if _reads_pool(before):
+            layer.pool_readers += results.values()
+        if after:
+            pool, _ = lax.optimization_barrier((layer.pool, layer.pool_readers))
+            kept = {write for name in after for write in OPERATIONS[name].writes}
+            results = self._apply(placed, after, kept, results | pool)
+            layer.pool = {name: results.pop(name) for name in _POOL}
+            layer.pool_readers = []
+        layer.write(tokens, results)
+        return results
+
+    def _apply(self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values) -> Values:
+        """Runs operations in order; returns what they wrote last under the names in `kept`."""
+        tokens = self._plan.batch_of(placed.nano)
+        step = dataclasses.replace(self._steps[tokens.start, tokens.stop], kernels=self._kernels_for(placed.nano.num_sms))
+        layer = self._decoder.layers[placed.layer]
+        known, written = dict(values), {}
+        for name in names:
+            operation = OPERATIONS[name]
+            results = operation.apply(self._config, step, layer, *(known[read] for read in operation.reads))
+            written.update(zip(operation.writes, results, strict=True))
+            known.update(written)
+        return {name: written[name] for name in sorted(kept & written.keys())}
 
 
-def _reads(names: Sequence[str], value: str) -> bool:
-    return any(value in OPERATIONS[name].reads for name in names)
+def _split_at_pool_write(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    first = next((i for i, name in enumerate(names) if set(_POOL) & set(OPERATIONS[name].writes)), len(names))
+    return tuple(names[:first]), tuple(names[first:])
 
 
-def _external_reads(names: Sequence[str], layer: _Layer, tokens: NanoBatch) -> Values:
-    """The values that `names` need from outside, for these tokens."""
-    inside: set[str] = set()
-    values = {}
-    for name in names:
-        for read in OPERATIONS[name].reads:
-            if read not in inside and read not in _POOL:
-                values[read] = layer.values[read].read(tokens.start, tokens.stop)
-        inside |= set(OPERATIONS[name].writes)
-    return values
+def _read_elsewhere(node: str, runs: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]) -> set[str]:
+    """Values written by the first part of `node` that its second part, another node or the next layer reads."""
+    own, later = runs[node]
+    readers = [*later, *(name for other, parts in runs.items() if other != node for part in parts for name in part)]
+    read = {value for name in readers for value in OPERATIONS[name].reads} | {"x"}
+    return {write for name in own for write in OPERATIONS[name].writes if _RENAMED.get(write, write) in read}
 
 
-def _tie(values: Values, behind: Sequence[Array]) -> Values:
-    """The same values, but not before `behind` exists."""
-    if not behind:
-        return values
-    tied, _ = lax.optimization_barrier((values, list(behind)))
-    return tied
+def _reads_pool(names: Sequence[str]) -> bool:
+    return any(set(_POOL) & set(OPERATIONS[name].reads) for name in names)
 
 
 def _where_it_is(_: Resource, function: Callable) -> Callable:
@@ -185,35 +243,3 @@ def _on_stream(resource: Resource, function: Callable) -> Callable:
     transform: Any = compute_on.compute_on
     compute_type = f"gpu_stream:{_STREAM_OF[resource]}"
     return transform(function, compute_type=compute_type, out_memory_spaces=jax.memory.Space.Device)
-
-
-class _Order:
-    """Which earlier results a nano-operation must wait for beyond its data, by mode."""
-
-    def __init__(self, plan: PipelinePlan, mode: Mode):
-        self._period_us = plan.period_us
-        self._mode = mode
-        # Per resource: (end in the plan's unrolled time, results), in order of start.
-        self._ended: dict[Resource, list[tuple[float, list[Array]]]] = {resource: [] for resource in Resource}
-        self._latest: list[Array] = []
-
-    def behind(self, window: int, nano: NanoOperation) -> list[Array]:
-        if self._mode is Mode.XLA:
-            return []
-        if self._mode is Mode.NANO:
-            return self._latest
-        # Lanes run in order, so the last that ended on each implies those before it.
-        starts_us = window * self._period_us + nano.start_us
-        slack_us = 1e-6 * self._period_us
-        behind: list[Array] = []
-        for lane in self._ended.values():
-            over = [results for ends_us, results in lane if ends_us <= starts_us + slack_us]
-            behind += over[-1] if over else []
-        return behind
-
-    def done(self, window: int, nano: NanoOperation, results: list[Array]) -> None:
-        self._latest = results
-        lane = self._ended[nano.resource]
-        lane.append((window * self._period_us + nano.start_us + nano.duration_us, results))
-        # Nothing starts before what has started already, so only the last few can still be the latest that ended.
-        del lane[:-8]

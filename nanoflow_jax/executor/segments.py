@@ -26,6 +26,22 @@ class Segments:
         kept = [s for s in self._newest_first if not (start <= s.start and s.stop <= stop)]
         self._newest_first = [Segment(start, stop, array), *kept]
 
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether every token of the range was written."""
+        at = start
+        while at < stop:
+            ends = [s.stop for s in self._newest_first if s.start <= at < s.stop]
+            if not ends:
+                return False
+            at = max(ends)
+        return True
+
+    def copy(self) -> "Segments":
+        """Another value with the same pieces."""
+        other = Segments()
+        other._newest_first = list(self._newest_first)
+        return other
+
     def read(self, start: int, stop: int) -> Array:
         """Rows of tokens [start, stop): the array itself where one segment is just that range, else slices side by side.
 
