@@ -10,6 +10,7 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -247,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _show(client, args.show)
             else:
                 _generate(client, args)
+    except BrokenPipeError:  # whoever read the text has enough; nothing more can be printed, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ServerError, OSError, ValueError, OverflowError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -106,6 +106,16 @@ def test_a_client_process_that_is_killed_frees_its_pages(tiny: Process):
         assert engine["free_pages"] == engine["num_pages"] - 1
 
 
+def test_a_reader_of_the_client_command_may_leave(tiny: Process):
+    command = [sys.executable, "-u", "-m", "serve.client", "--address-file", str(tiny.folder / "address")]
+    asked = [*command, "Hello", "--max-tokens", "400", "--ignore-eos"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
+        left.stdout.read(1)
+        left.stdout.close()
+        assert left.stderr.read() == b""
+        assert left.wait(60.0) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_drains(tmp_path, cache, number):
     with served(tmp_path, "--model", str(TINY), *SMALL, "--cache-dir", str(cache)) as process, process.client() as client:

@@ -314,6 +314,20 @@ def test_addresses():
             parse_address(text)
 
 
+def test_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6 loopback: {error}")
+
+    async def test() -> None:
+        async with serving(address=TcpAddress("::1", 0)) as s, await s.client() as client:
+            assert s.address.startswith("[::1]:")
+            assert (await client.health()).state == "running"
+
+    run(test())
+
+
 def test_unix_socket(tmp_path):
     async def test() -> None:
         path = tmp_path / "s"
