@@ -33,11 +33,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The plan asked for, the period that each form of shares reaches, and stage I's outcome for each partition."""
+    """The plan asked for, those of the other forms of shares that were solved, and stage I's outcome for each partition."""
 
     plan: PipelinePlan
-    costing: Costing
-    periods_us: dict[Shares, float]
+    plans: dict[Shares, PipelinePlan]
+    costings: dict[Partition, Costing]
     stage_one: dict[Partition, StageOne]
     solve_s: float
     cpu_s: float
@@ -60,6 +60,7 @@ def auto_search(
     """Finds the plan of one batch mix on the device and the ranks of `table`.
 
     There is always an answer: at worst, when time runs out at once, an even split run one nano-operation after another.
+    `report` is called with (what is being solved, incumbent, bound), in microseconds, from the solver's threads.
 
     Raises:
       ProfileError: the table does not cover the model's kernels at this batch.
@@ -72,8 +73,13 @@ def auto_search(
     limits = Limits(work=options.work * STAGE_ONE_WORK, deadline=begun + 0.7 * options.time_limit_s, seed=options.seed)
 
     def first_stage(p: Partition) -> StageOne:
-        say = None if report is None else lambda label, t, b: report(f"{p} {label}", t, b)
-        return search_structure(build_problem(costings[p]), limits, say)
+        problem = build_problem(costings[p])
+
+        def say(label: str, incumbent: float, bound: float) -> None:
+            if report is not None:
+                report(f"{p} {label}", incumbent * problem.tick_us, bound * problem.tick_us)
+
+        return search_structure(problem, limits, say)
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         stage_one = dict(zip(partitions, threads.map(first_stage, partitions), strict=True))
@@ -92,12 +98,11 @@ def auto_search(
             jobs = [(c, work, deadline, options.seed, device) for c in _distinct(ranked)[:CONSTANT_CANDIDATES]]
             solved = list(threads.map(lambda job: _constant(*job), jobs))
             found["constant"] = min(solved, key=lambda c: c.allocation.period_us)
-    chosen = found[options.shares]
-    plan = build_plan(chosen.costing, chosen.allocation, options.shares, device, stage_one, costings)
+    plans = {form: build_plan(c.costing, c.allocation, form, device, stage_one, costings) for form, c in found.items()}
     return Outcome(
-        plan=plan,
-        costing=chosen.costing,
-        periods_us={form: c.allocation.period_us for form, c in found.items()},
+        plan=plans[options.shares],
+        plans=plans,
+        costings=costings,
         stage_one=stage_one,
         solve_s=time.monotonic() - begun,
         cpu_s=time.process_time() - cpu,

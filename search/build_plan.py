@@ -1,8 +1,9 @@
 """From an allocation of shares to the plan that executors read: SM counts, nano-batches, phases, predictions."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from nanoflow_jax.plan import NanoBatch, Partition, PipelinePlan, Prediction, Resource, Shares, validate
+from nanoflow_jax.plan import NanoBatch, Partition, Phase, PipelinePlan, Prediction, Resource, Shares, token_range, validate
 from search.analytic import kernel_energy_j, kernel_work
 from search.assemble import Intensity, Placed, Segment, fold
 from search.hardware import hardware
@@ -122,3 +123,27 @@ def build_plan(
     )  # fmt: skip
     validate(plan)
     return plan
+
+
+def sequential_phases(costing: Costing) -> tuple[tuple[str, Phase], ...]:
+    """One layer without splits or overlap: (operation, its stretch with utilisations), to compare a plan with."""
+    power = costing.table.power
+    clock, phases = 0.0, []
+    for op in costing.graph():
+        batch = token_range(op.tokens, costing.mix.b_dense, costing.mix.decode_tokens)
+        timing = costing.timing(op, batch.tokens)
+        node = Node(
+            operation=op.name, nano_batch=0, batch=batch, resource=op.resource, best_us=timing.time_us,
+            energy_j=timing.energy_j, estimated=timing.estimated,
+        )  # fmt: skip
+        if node.energy_j is None:
+            node = dataclasses.replace(node, energy_j=operation_energy(costing, node))
+        use = intensity(costing, node)
+        phases.append(
+            (op.name, Phase(
+                start_us=clock, duration_us=timing.time_us, running=(), compute=use.compute, memory=use.memory,
+                network=use.network, power_w=use.power_w + (power.idle_w if power else 0.0),
+            ))
+        )  # fmt: skip
+        clock += timing.time_us
+    return tuple(phases)

@@ -2,8 +2,8 @@
 
 The same data, variables and rules as there. Differences of form: y[g][i][z] = 1 picks size z of nano-batch i, so that durations
 are sums over y; every either-or is a pair of big-M rows; instead of copies in a no-overlap, any two nano-operations of a lane
-and any shift k in -2 .. 2 of the second by k periods get an either-or of their own. M is the horizon of the rows' sides: starts lie
-below 2 U and periods below U (an upper bound of T), so no side exceeds M = 6 U + the longest duration.
+and any shift k in -2 .. 2 of the second by k periods get an either-or of their own. M is the horizon of the rows' sides:
+starts lie below 2 U and periods below U (an upper bound of T), so no side exceeds M = 6 U + the longest duration.
 Source: NanoFlow paper, section 4.1.2.
 """
 

@@ -51,7 +51,7 @@ class StageOne:
     timed_out: bool
 
 
-Report = Callable[[str, int, int], None]
+Report = Callable[[str, float, float], None]
 
 
 def base_counts(problem: Problem) -> tuple[int, ...]:

@@ -1,0 +1,197 @@
+"""Command line of the search: `python -m search cost | plan | plan-set | simulate | evaluate | profile`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanoflow_jax import plan as plans
+from nanoflow_jax.config import ModelConfig, preset
+from search import profile_table
+from search.analytic import analytic_profile
+from search.auto_search import Options, auto_search
+from search.cost_model import InfeasibleError, check_batch, check_split, classify, operation_costs
+from search.hardware import HardwareError, hardware
+from search.plan_set import make_plan_set
+from search.problem import Costing
+from search.profile_table import ProfileError, ProfileTable
+from search.report import Progress, cost_table, plan_record, plan_table
+from search.simulate import simulate
+from search.workload import BatchMix, Workload, WorkloadError, parse_workload, steady_mix
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; 2 and a message on standard error for input that cannot be served."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (InfeasibleError, HardwareError, WorkloadError, ProfileError, plans.PlanError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m search", description="Finds nano-batch pipelines.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    def machine(sub: argparse.ArgumentParser, many: bool = False) -> None:
+        sub.add_argument("--model", required=True, help="a preset name, such as llama2-70b")
+        sub.add_argument("--hardware", required=True, help="a device of the hardware table, such as a100-80g")
+        sub.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+        nargs = {"nargs": "+"} if many else {}
+        sub.add_argument("--b-dense", type=int, required=True, help="tokens of a step, a multiple of 128", **nargs)
+        sub.add_argument("--workload", required=True, help="PROMPT:OUTPUT, sharegpt, lmsys or splitwise", **nargs)
+
+    def solving(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--profile", default="analytic", help="'analytic' or a profile file")
+        sub.add_argument("--shares", choices=("constant", "phased", "ideal"), default="constant")
+        sub.add_argument("--seed", type=int, default=0)
+        sub.add_argument("--work", type=float, default=1.0, help="scales the deterministic limits of the solvers")
+        sub.add_argument("--time-limit", type=float, default=60.0, help="seconds after which the best plan so far is taken")
+        sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+    machine(command("cost", _cost, "FLOPs, bytes and times of each operation, and what bounds the workload"))
+    one = command("plan", _plan, "the best pipeline plan of one batch")
+    machine(one)
+    solving(one)
+    one.add_argument("--out", type=Path, help="where the plan goes (JSON)")
+    one.add_argument("--plot", type=Path, help="where the picture goes (svg, png or pdf)")
+    several = command("plan-set", _plan_set, "plans for several batch sizes and workloads, and the crossover to sequential")
+    machine(several, many=True)
+    solving(several)
+    several.add_argument("--out", type=Path, required=True, help="where the plan set goes (JSON)")
+    replay = command("simulate", _simulate, "replays a plan on a profile and draws it")
+    replay.add_argument("plan", type=Path)
+    replay.add_argument("--workload", required=True)
+    replay.add_argument("--profile", default="analytic")
+    replay.add_argument("--plot", type=Path)
+    table = command("evaluate", _evaluate, "the tables of docs/search.md: all paper models, workloads and split counts")
+    table.add_argument("--only", choices=("models", "workloads", "counts", "h200"), nargs="+")
+    table.add_argument("--work", type=float, default=1.0)
+    table.add_argument("--time-limit", type=float, default=60.0)
+    _add_profile(command("profile", _profile, "measures kernels on the GPU at hand into a profile file"))
+    return parser
+
+
+def _add_profile(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", required=True)
+    sub.add_argument("--hardware", required=True, help="name of this device in the hardware table")
+    sub.add_argument("--tp", type=int, default=1)
+    sub.add_argument("--b-dense", type=int, default=2048, help="largest batch to measure")
+    sub.add_argument("--context", type=int, nargs="+", default=[512, 1024, 2048], help="KV tokens per decoding sequence")
+    sub.add_argument("--out", type=Path, required=True, help="profile file; measurements already in it are kept")
+
+
+def _load_profile(name: str, model: ModelConfig, device: str, tp: int, mixes: Sequence[BatchMix]) -> ProfileTable:
+    if name == "analytic":
+        return analytic_profile(model, hardware(device), tp, mixes)
+    table = profile_table.decode(Path(name).read_bytes())
+    if (table.device, table.tp) != (device, tp):
+        raise ProfileError(f"profile {name} is of {table.tp} x {table.device}, asked for {tp} x {device}")
+    return table
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(shares=args.shares, seed=args.seed, work=args.work, time_limit_s=args.time_limit)
+
+
+def _cost(args: argparse.Namespace) -> None:
+    model, device, workload = preset(args.model), hardware(args.hardware), parse_workload(args.workload)
+    check_split(model, args.tp)
+    mix = steady_mix(workload, args.b_dense)
+    costs, verdict = operation_costs(model, mix, args.tp), classify(model, device, args.tp, mix, workload)
+    print(f"{model.name} on {args.tp} x {device.name}, {args.b_dense} tokens ({mix.decode_tokens} decoding), {workload.name}\n")
+    print(cost_table(costs, verdict, device, args.tp, args.b_dense))
+    record = {
+        "model": model.name, "hardware": device.name, "tp": args.tp, "b_dense": args.b_dense, "workload": workload.name,
+        "t_compute_ms": 1e3 * verdict.t_compute, "t_memory_ms": 1e3 * verdict.t_memory, "t_network_ms": 1e3 * verdict.t_network,
+        "bottleneck": verdict.bottleneck, "tr": verdict.tr, "max_b_dense": verdict.budget.max_b_dense,
+        "optimal_datasheet": verdict.optimal_datasheet, "optimal_measured": verdict.optimal_measured,
+        "operations": {c.name: {"flops": c.flops, "bytes": c.bytes_moved, "network_bytes": c.network_bytes} for c in costs},
+    }  # fmt: skip
+    print(json.dumps(record))
+
+
+def _checked_mix(model: ModelConfig, device: str, tp: int, workload: Workload, b_dense: int) -> BatchMix:
+    check_batch(model, hardware(device), tp, workload, b_dense)
+    return steady_mix(workload, b_dense)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    model = preset(args.model)
+    mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense)
+    table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
+    outcome = auto_search(model, table, mix, _options(args), None if args.quiet else Progress())
+    costing = outcome.costings[outcome.plan.partition]
+    simulate(outcome.plan, costing)
+    print(plan_table(outcome))
+    if args.out:
+        args.out.write_bytes(plans.encode(outcome.plan))
+    if args.plot:
+        from search.plots import draw
+
+        draw(outcome.plan, costing, args.plot)
+    print(json.dumps(plan_record(outcome.plan, outcome.solve_s)))
+
+
+def _plan_set(args: argparse.Namespace) -> None:
+    model = preset(args.model)
+    workloads = [parse_workload(w) for w in args.workload]
+    mixes = [_checked_mix(model, args.hardware, args.tp, w, b) for w in workloads for b in sorted(args.b_dense)]
+    table = _load_profile(args.profile, model, args.hardware, args.tp, mixes)
+    found, seconds = [], 0.0
+    for mix in mixes:
+        outcome = auto_search(model, table, mix, _options(args), None if args.quiet else Progress())
+        simulate(outcome.plan, outcome.costings[outcome.plan.partition])
+        found.append(outcome.plan)
+        seconds += outcome.solve_s
+        p = outcome.plan
+        print(
+            f"b_dense {p.b_dense:5d}, {p.decode_tokens:5d} decoding: {p.period_us:8.1f} us, {p.speedup:.3f} x sequential",
+            flush=True,
+        )
+    plan_set = make_plan_set(model, table, found, mixes)
+    args.out.write_bytes(plans.encode(plan_set))
+    record = {
+        "model": model.name, "hardware": table.device, "tp": table.tp, "plans": len(plan_set.plans),
+        "crossover_tokens": plan_set.crossover_tokens, "solve_s": round(seconds, 2),
+    }  # fmt: skip
+    print(json.dumps(record))
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    plan = plans.decode_plan(args.plan.read_bytes())
+    model = preset(plan.model)
+    mix = steady_mix(parse_workload(args.workload), plan.b_dense)
+    table = _load_profile(args.profile, model, plan.device, plan.tp, [mix])
+    costing = Costing(model=model, table=table, mix=mix, partition=plan.partition)
+    replay = simulate(plan, costing)
+    if args.plot:
+        from search.plots import draw
+
+        draw(plan, costing, args.plot)
+    print(f"planned {plan.period_us:.3f} us per layer, replayed {replay.period_us:.3f} us")
+    print(json.dumps({"model": plan.model, "period_us": plan.period_us, "replayed_us": replay.period_us}))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from search.evaluate import evaluate
+
+    evaluate(args.only, work=args.work, time_limit_s=args.time_limit)
+
+
+def _profile(args: argparse.Namespace) -> None:
+    from search.profiler import profile_command
+
+    profile_command(preset(args.model), hardware(args.hardware), args.tp, args.b_dense, args.context, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Plans for several batch sizes and mixes, and the batch size below which sequential execution is better."""
+
+from collections.abc import Iterable, Sequence
+
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.plan import PipelinePlan, PlanSet, SequentialTime
+from search.problem import Costing
+from search.profile_table import ProfileTable
+from search.workload import BatchMix
+
+
+def make_plan_set(model: ModelConfig, table: ProfileTable, plans: Sequence[PipelinePlan], mixes: Iterable[BatchMix]) -> PlanSet:
+    """The set of `plans` that beat sequential execution at their own mix, with sequential times at `mixes`."""
+    winning = tuple(sorted((p for p in plans if p.speedup > 1), key=lambda p: (p.b_dense, p.decode_tokens)))
+    sequential = tuple(
+        SequentialTime(b_dense=m.b_dense, decode_tokens=m.decode_tokens, layer_us=sequential_us(model, table, m)) for m in mixes
+    )
+    return PlanSet(
+        model=model.name,
+        device=table.device,
+        tp=table.tp,
+        plans=winning,
+        sequential=sequential,
+        crossover_tokens=crossover(plans),
+    )
+
+
+def sequential_us(model: ModelConfig, table: ProfileTable, mix: BatchMix) -> float:
+    """One layer without splitting, in the better of the partitions."""
+    partitions = ("none",) if table.tp == 1 else ("all_reduce", "all_gather")
+    return min(Costing(model=model, table=table, mix=mix, partition=p).sequential_us() for p in partitions)
+
+
+def crossover(plans: Sequence[PipelinePlan]) -> int | None:
+    """The smallest b_dense from which on every plan, whatever its mix, beats sequential execution, if there is one."""
+    smallest = None
+    for size in sorted({p.b_dense for p in plans}, reverse=True):
+        if any(p.speedup <= 1 for p in plans if p.b_dense == size):
+            break
+        smallest = size
+    return smallest
