@@ -139,8 +139,9 @@ class Batcher:
     def _preempt_youngest(self) -> None:
         """Sends the youngest row that holds pages back to the head of the queue, to be computed again from its tokens.
 
-        Admission then waits until a sequence ends: there are never more rounds of preemption than finished requests. The
-        victim's token of a step in flight is still valid and is appended when that step is consumed, before the next `form`.
+        Admission then waits until a sequence ends, as one will, for the oldest is never preempted: there are no more rounds of
+        preemption than finished requests. The victim's token of a step in flight is still valid, and is appended when that step
+        is consumed, before the next `form`.
         """
         candidates = np.flatnonzero((self.table.phase == Phase.PREFILL) | (self.table.phase == Phase.DECODE))
         row = int(candidates[np.argmax(self.table.arrival[candidates])])
@@ -159,8 +160,6 @@ class Batcher:
         """Moves requests from the queue to rows, in order, as long as this step can begin them and the predicted peak fits."""
         table = self.table
         running = np.flatnonzero(table.phase)
-        if running.size == 0:
-            self._admission_held = False
         if not self.waiting or self._admission_held:
             return
         prefilling = np.flatnonzero(table.phase == Phase.PREFILL)

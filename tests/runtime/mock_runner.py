@@ -200,5 +200,7 @@ def check_batch(batch: Batch, page_size: int) -> None:
         owned = int(np.count_nonzero(batch.block_tables[row]))
         assert owned >= -(-kv_len // page_size)
         assert (batch.block_tables[row, :owned] > 0).all()
+    listed = batch.block_tables[batch.block_tables > 0]
+    assert np.unique(listed).size == listed.size, "a page is in two block tables"
     live = batch.sequence_rows[batch.sequence_rows >= 0]
     assert np.unique(live).size == live.size

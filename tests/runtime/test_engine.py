@@ -396,3 +396,15 @@ def test_a_pool_of_exactly_what_all_need_runs_all_at_once():
     assert_plain(runner, requests, run(engine, requests))
     assert max(int((b.q_lens > 0).sum()) for b in runner.batches) == 8
     assert engine.stats().preemptions == 0
+
+
+def test_first_tokens_come_in_order_of_arrival():
+    """Whichever rows are free: table rows are used again in another order."""
+    rng = np.random.default_rng(0)
+    engine = Engine(MockRunner(b_dense=12, max_sequences=6, num_pages=200))
+    for i in range(40):
+        engine.add(request(f"r{i}", prompt(rng, 10), max_tokens=int(rng.integers(1, 30)), ignore_eos=True))
+    order = []
+    while engine.busy:
+        order += [event.request_id for event in engine.step() if event.request_id not in order]
+    assert order == [f"r{i}" for i in range(40)]
