@@ -188,7 +188,10 @@ class Connection:
             self._backend.service.cancel(generation.key)
         self._backend.counters.generations_open -= len(self._generations)
         self._generations.clear()
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client reset the connection, and the loop has not noticed yet
+            self._transport.abort()
         asyncio.get_running_loop().call_later(self._limits.goodbye_timeout_s, self._transport.abort)
 
     def abort(self) -> None:
