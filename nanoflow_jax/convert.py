@@ -16,9 +16,10 @@ from nanoflow_jax.checkpoints.converted_folder import items, new_folder, write_m
 from nanoflow_jax.checkpoints.layout import CheckpointError
 from nanoflow_jax.checkpoints.load import weight_dtype
 from nanoflow_jax.checkpoints.orbax_items import save_item
-from nanoflow_jax.checkpoints.placing import Progress, plain_parameters
-from nanoflow_jax.checkpoints.relayout import plain_specs
+from nanoflow_jax.checkpoints.placing import Progress, parameter_reader
+from nanoflow_jax.checkpoints.relayout import plain_layout, plain_specs
 from nanoflow_jax.checkpoints.sources import open_source
+from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
 
 
@@ -40,11 +41,11 @@ def convert(
     opened = open_source(source, models_dir)
     if opened.tensors is None:
         raise CheckpointError(f"{opened.description}: there are no weights to convert")
-    parameter = plain_parameters(opened.config, opened.tensors(), dtype)
+    read = parameter_reader(opened.config, plain_layout(opened.config), make_mesh(1), dtype, opened.tensors())
     specs, done = plain_specs(opened.config), 0
     with new_folder(destination) as folder:
         for item, paths in items(specs).items():
-            save_item(folder, item, {path: parameter(path) for path in paths})
+            save_item(folder, item, {path: read(path) for path in paths})
             done += len(paths)
             if progress:
                 progress(item, done, len(specs))

@@ -4,17 +4,21 @@ A `Recipe` says which tensors make a parameter and builds any rectangular part o
 `[out, in]`. Query head n belongs to KV head n // G; where each KV head is held by r ranks, our head k is copy k % r of theirs
 number k // r with G / r of its queries, so that queries (and with them the rows of the output projection) keep their order
 and only keys and values are copied.
+
+The host only gathers rows, in the order of axes in which they are stored; `axes` says how to transpose them, which the device
+does at its own speed.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.parallel import ParallelLayout
 
+T = TypeVar("T")
 Index = tuple[slice, ...]
 Arrays = Sequence[np.ndarray]
 
@@ -33,27 +37,32 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One parameter: `sources` names its tensors and their shapes; `build(arrays, index)` makes the part `index` of it.
+    """One parameter: `sources` names its tensors and their shapes, `build(arrays, index)` makes the part `index` of it with its
+    axes in stored order, and transposing by `axes` gives our order.
 
-    Arrays come in the order of `sources`; `index` holds one slice with start and stop per dimension of the parameter. The
-    result may be a view of the arrays.
+    Arrays come in the order of `sources`; `index` has one slice with start and stop per stored axis. The result may be a view.
     """
 
     sources: Mapping[str, tuple[int, ...]]
     build: Callable[[Arrays, Index], np.ndarray]
+    axes: tuple[int, ...]
+
+    def stored_order(self, ours: Sequence[T]) -> tuple[T, ...]:
+        """What belongs to our axes (sizes, slices, mesh axes), in the order of the stored ones."""
+        return tuple(ours[self.axes.index(axis)] for axis in range(len(self.axes)))
 
 
 def recipes(config: ModelConfig, layout: ParallelLayout) -> dict[str, Recipe]:
     """Parameter path, as in `models.decoder.parameter_specs`, -> recipe."""
     V, D = config.vocab_size, config.d_model
-    table = {"embed": Recipe({"model.embed_tokens.weight": (V, D)}, _rows_padded(layout.padded_vocab_size))}
+    rows = _rows_padded(layout.padded_vocab_size)
+    table = {"embed": Recipe({"model.embed_tokens.weight": (V, D)}, rows, (0, 1))}
     for i in range(config.num_layers):
         layer = _layer_recipes(config, layout, f"model.layers.{i}.")
         table.update({f"layers.{i}.{name}": recipe for name, recipe in layer.items()})
-    table["final_norm"] = Recipe({"model.norm.weight": (D,)}, _same)
+    table["final_norm"] = Recipe({"model.norm.weight": (D,)}, _same, (0,))
     if not config.tie_embeddings:
-        pad_rows = _rows_padded(layout.padded_vocab_size)
-        table["lm_head"] = Recipe({"lm_head.weight": (V, D)}, lambda arrays, index: pad_rows(arrays, (index[1], index[0])).T)
+        table["lm_head"] = Recipe({"lm_head.weight": (V, D)}, rows, (1, 0))
     return table
 
 
@@ -63,27 +72,25 @@ def _layer_recipes(config: ModelConfig, layout: ParallelLayout, prefix: str) -> 
     qkv_rows = {"q": config.q_dim, "k": config.kv_dim, "v": config.kv_dim}
     heads = _heads(layout, config.head_dim)
     table = {
-        "attn_norm": Recipe({prefix + "input_layernorm.weight": (D,)}, _same),
-        "qkv_proj": Recipe({f"{attn}{x}_proj.weight": (rows, D) for x, rows in qkv_rows.items()}, _qkv_proj(heads)),
-        "o_proj": Recipe({attn + "o_proj.weight": (D, config.q_dim)}, _transposed),
-        "ffn_norm": Recipe({prefix + "post_attention_layernorm.weight": (D,)}, _same),
+        "attn_norm": Recipe({prefix + "input_layernorm.weight": (D,)}, _same, (0,)),
+        "qkv_proj": Recipe({f"{attn}{x}_proj.weight": (n, D) for x, n in qkv_rows.items()}, heads, (3, 0, 1, 2)),
+        "o_proj": Recipe({attn + "o_proj.weight": (D, config.q_dim)}, _same, (1, 0)),
+        "ffn_norm": Recipe({prefix + "post_attention_layernorm.weight": (D,)}, _same, (0,)),
     }
     if config.qkv_bias:
-        table["qkv_bias"] = Recipe({f"{attn}{x}_proj.bias": (rows,) for x, rows in qkv_rows.items()}, heads)
+        table["qkv_bias"] = Recipe({f"{attn}{x}_proj.bias": (n,) for x, n in qkv_rows.items()}, heads, (0, 1, 2))
     if not config.is_moe:
         mlp = prefix + "mlp."
         gate_up = {mlp + "gate_proj.weight": (F, D), mlp + "up_proj.weight": (F, D)}
-        table["gate_up_proj"] = Recipe(gate_up, _gate_up)
-        table["down_proj"] = Recipe({mlp + "down_proj.weight": (D, F)}, _transposed)
+        table["gate_up_proj"] = Recipe(gate_up, _stacked, (2, 0, 1))
+        table["down_proj"] = Recipe({mlp + "down_proj.weight": (D, F)}, _same, (1, 0))
         return table
     moe = prefix + "block_sparse_moe."
     gate_up = {f"{moe}experts.{e}.{w}.weight": (F, D) for e in range(E) for w in ("w1", "w3")}
     down = {f"{moe}experts.{e}.w2.weight": (D, F) for e in range(E)}
-    table["router"] = Recipe({moe + "gate.weight": (E, D)}, _transposed)
-    table["experts_gate_up"] = Recipe(gate_up, _experts_gate_up)
-    table["experts_down"] = Recipe(
-        down, lambda arrays, index: np.stack([_transposed([w], index[1:]) for w in arrays[index[0]]])
-    )
+    table["router"] = Recipe({moe + "gate.weight": (E, D)}, _same, (1, 0))
+    table["experts_gate_up"] = Recipe(gate_up, _stacked_pairs, (0, 3, 1, 2))
+    table["experts_down"] = Recipe(down, _stacked, (0, 2, 1))
     return table
 
 
@@ -91,8 +98,14 @@ def _same(arrays: Arrays, index: Index) -> np.ndarray:
     return arrays[0][index]
 
 
-def _transposed(arrays: Arrays, index: Index) -> np.ndarray:
-    return arrays[0][index[1], index[0]].T
+def _stacked(arrays: Arrays, index: Index) -> np.ndarray:
+    return np.stack([x[index[1:]] for x in arrays[index[0]]])
+
+
+def _stacked_pairs(arrays: Arrays, index: Index) -> np.ndarray:
+    """Gate and up of expert 0, of expert 1, ... -> `[E, 2, F, D]`."""
+    experts = range(len(arrays) // 2)[index[0]]
+    return np.stack([_stacked(arrays[2 * e : 2 * e + 2], index[1:]) for e in experts])
 
 
 def _rows_padded(num_rows: int) -> Callable[[Arrays, Index], np.ndarray]:
@@ -109,11 +122,12 @@ def _rows_padded(num_rows: int) -> Callable[[Arrays, Index], np.ndarray]:
 
 
 def _heads(layout: ParallelLayout, head_dim: int) -> Callable[[Arrays, Index], np.ndarray]:
-    """q `[N H, ...]`, k and v `[K H, ...]` -> `[K, G + 2, H, ...]`, ours after replication; indexed by (K, G + 2, H) only."""
+    """q `[N H, ...]`, k and v `[K H, ...]` -> `[K, G + 2, H, ...]`, K and G as in `layout`."""
     G, r = layout.group_size, layout.kv_replicas
 
     def build(arrays: Arrays, index: Index) -> np.ndarray:
         first, last = index[0].start, index[0].stop
+        arrays = [x[:, *index[3:]] for x in arrays]
         rest = arrays[0].shape[1:]
         queries = arrays[0][first * G * head_dim : last * G * head_dim].reshape(last - first, G, head_dim, *rest)
         theirs = slice(first // r, -(-last // r))
@@ -125,22 +139,6 @@ def _heads(layout: ParallelLayout, head_dim: int) -> Callable[[Arrays, Index], n
         return np.concatenate([queries, keys, values], axis=1)[:, index[1], index[2]]
 
     return build
-
-
-def _qkv_proj(heads: Callable[[Arrays, Index], np.ndarray]) -> Callable[[Arrays, Index], np.ndarray]:
-    return lambda arrays, index: np.moveaxis(heads([x[:, index[0]] for x in arrays], index[1:]), -1, 0)
-
-
-def _gate_up(arrays: Arrays, index: Index) -> np.ndarray:
-    """gate, up `[F, D]` -> `[D, 2, F]`."""
-    d, halves, f = index
-    return np.stack([w[f, d] for w in arrays])[halves].transpose(2, 0, 1)
-
-
-def _experts_gate_up(arrays: Arrays, index: Index) -> np.ndarray:
-    """gate and up of expert 0, of expert 1, ... -> `[E, D, 2, F]`."""
-    experts = range(len(arrays) // 2)[index[0]]
-    return np.stack([_gate_up(arrays[2 * e : 2 * e + 2], index[1:]) for e in experts])
 
 
 def full_index(shape: Sequence[int], index: Sequence[slice] | None = None) -> Index:
@@ -189,7 +187,7 @@ def fitting_recipes(config: ModelConfig, layout: ParallelLayout, tensors: Mappin
 
 def _tied(tensors: Mapping[str, Tensor]) -> bool:
     head, embed = tensors["lm_head.weight"], tensors.get("model.embed_tokens.weight")
-    return embed is not None and head.shape == embed.shape and np.array_equal(_bits(head.read()), _bits(embed.read()))
+    return embed is not None and head.shape == embed.shape and np.array_equal(bits(head.read()), bits(embed.read()))
 
 
 def _name_some(names: list[str]) -> str:
@@ -197,13 +195,6 @@ def _name_some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def bits(x: np.ndarray) -> np.ndarray:
     """The same array as unsigned integers: numpy moves and compares those much faster than extension types."""
     return x.view(f"u{x.dtype.itemsize}")
-
-
-def packed(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """A contiguous copy of `x` as `dtype`. Always a copy: jax may keep the memory of an array that it is given."""
-    if x.dtype == dtype:
-        return _bits(x).copy(order="C").view(dtype)
-    return x.astype(dtype, order="C", copy=True)

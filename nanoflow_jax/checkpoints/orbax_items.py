@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from nanoflow_jax.checkpoints.converted_folder import item_folder, items
@@ -20,7 +19,7 @@ from nanoflow_jax.parallel import ParallelLayout
 _CHUNK_BYTES = 16 << 20
 
 
-def save_item(folder: Path, item: str, arrays: Mapping[str, np.ndarray]) -> None:
+def save_item(folder: Path, item: str, arrays: Mapping[str, jax.Array]) -> None:
     """Writes one item; `arrays` maps parameter paths to arrays in the plain layout."""
     tree = {_attribute(path): array for path, array in arrays.items()}
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}

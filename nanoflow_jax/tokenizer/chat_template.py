@@ -96,7 +96,7 @@ _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("chat_template
 
 
 def _charge_step() -> None:
-    # While compiling, jinja folds constants through the same hooks; a fresh budget bounds each of those.
+    # None while compiling: jinja folds constant filters then, whose sizes are limited all the same.
     budget = _budget.get(None)
     if budget is not None:
         budget.charge_step()
