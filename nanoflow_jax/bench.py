@@ -6,12 +6,16 @@ for admission after the first had finished; a run too short to have one says so.
 (prompts only, both, outputs only). Times are the host's: form and consume are scheduling, launch is upload and dispatch (on a
 CPU the device shares its cores), wait is the time that the host has nothing to do but wait for the device.
 
+`--peer-python PYTHON` runs the same load through Hugging Face transformers in another interpreter, before this process touches
+the device, with as many threads as there are cores for us; see bench_transformers.py for what PYTHON must have.
+
 The table is for people; the last line of standard output is one JSON object.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +27,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from nanoflow_jax.checkpoints import resolve_smollm2
+from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import RunnerConfig
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.llm import LLM
@@ -53,6 +59,7 @@ class StepRecord:
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
+    peer = run_peer(args) if args.peer_python else None
     llm = LLM(
         args.model,
         random_weights=args.random_weights,
@@ -81,10 +88,31 @@ def main(argv: list[str] | None = None) -> None:
         "output_tokens": args.output,
         "mode": "sync" if args.sync else "async",
         "shapes": [[s.num_tokens, s.num_rows, s.pages_per_seq] for s in llm.engine.runner.shapes],
+        "peer": peer,
         **environment(args.tp_size),
     }
     print_table(report)
     print(json.dumps(report))
+
+
+def run_peer(args: argparse.Namespace) -> dict:
+    """The report of bench_transformers.py on the same load.
+
+    Raises:
+      subprocess.CalledProcessError: it fails; its own words are on standard error.
+    """
+    model = resolve_smollm2(args.models_dir) if args.model == "smollm2" else Path(args.model)
+    load = {"--input": args.input, "--output": args.output, "--requests": args.requests, "--seed": args.seed}
+    command = [
+        args.peer_python,
+        Path(__file__).with_name("bench_transformers.py"),
+        model,
+        "--threads",
+        len(os.sched_getaffinity(0)),
+    ]
+    command += [word for pair in load.items() for word in pair]
+    done = subprocess.run([str(word) for word in command], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def make_requests(engine: Engine, count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Request]:
@@ -237,6 +265,10 @@ def print_table(report: dict) -> None:
         f"scheduling {report['whole']['scheduling_share']:.2%} of step time, batch fill {report['batch_fill']:.1%}, "
         f"{report['preemptions']} preemptions"
     )
+    if peer := report["peer"]:
+        ours = report["whole"]["output_tokens_per_s"]
+        theirs = peer["output_tokens_per_s"]
+        print(f"{peer['peer']}: {theirs:.2f} output tokens/s; this engine: {ours:.2f}, {ours / theirs:.2f} times as many")
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:
@@ -271,10 +303,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what --input and --output need)")
     parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
+    parser.add_argument("--peer-python", metavar="PYTHON", help="also run transformers, in this interpreter, on the same load")
     args = parser.parse_args(argv)
     for name in ("input", "output", "requests"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.peer_python and (args.random_weights or args.model in PRESETS):
+        parser.error("--peer-python needs a model with weights")
     args.max_context = args.max_context or args.input + args.output
     return args
 

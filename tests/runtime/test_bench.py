@@ -43,16 +43,32 @@ def test_what_does_not_fit_is_refused():
         bench.make_requests(engine, 1, 30, 10, seed=0)
 
 
-def test_the_command_prints_a_table_and_ends_with_one_json_object(capsys):
-    bench.main(
-        ["--model", _TINY, "--input", "9", "--output", "5", "--requests", "6", "--b-dense", "16", "--max-sequences", "4"]
-    )
+def test_the_command_prints_a_table_and_ends_with_one_json_object(capsys, tmp_path):
+    """The peer is an interpreter that notes how it was called and answers as bench_transformers.py does."""
+    peer = tmp_path / "python"
+    report = '{"peer": "stand-in", "output_tokens_per_s": 2.0}'
+    peer.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/call\necho loading\necho '{report}'\n")
+    peer.chmod(0o755)
+    load = ["--input", "9", "--output", "5", "--requests", "6"]
+    bench.main(["--model", _TINY, *load, "--b-dense", "16", "--max-sequences", "4", "--peer-python", str(peer)])
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].startswith("llama2-tiny on cpu x 1, async: 6 requests, 9 tokens in, 5 out")
+    assert lines[-2].startswith("stand-in: 2.00 output tokens/s; this engine: ")
     report = json.loads(lines[-1])
     assert report["whole"]["output_tokens"] == 30
     assert report["shapes"] == [[16, 4, 1]]
+    assert report["peer"]["output_tokens_per_s"] == 2.0
     assert {"device", "jax", "commit", "num_compilations", "batch_fill"} <= report.keys()
+    call = (tmp_path / "call").read_text()
+    assert f"bench_transformers.py {_TINY} --threads " in call
+    assert " ".join(load) in call
+
+
+@pytest.mark.parametrize("model", [["--model", "llama2-7b"], ["--model", _TINY, "--random-weights"]])
+def test_a_peer_needs_weights(model, capsys):
+    with pytest.raises(SystemExit):
+        bench.main([*model, "--peer-python", "python"])
+    assert "needs a model with weights" in capsys.readouterr().err
 
 
 def test_a_preset_without_weights_runs_on_random_ones(capsys, monkeypatch):
