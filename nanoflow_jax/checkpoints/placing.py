@@ -46,7 +46,7 @@ def parameter_reader(
     Raises:
       CheckpointError: the tensors are not those of the model.
     """
-    table, specs = fitting_recipes(config, layout, tensors), parameter_specs(config, layout)
+    table, specs, dtype = fitting_recipes(config, layout, tensors), parameter_specs(config, layout), jnp.dtype(dtype)
 
     @functools.cache
     def finish(axes: tuple[int, ...], sharding: jax.sharding.NamedSharding) -> Callable[[jax.Array], jax.Array]:
@@ -55,9 +55,9 @@ def parameter_reader(
     def read(path: str) -> jax.Array:
         recipe, spec = table[path], specs[path]
         stored = _place_stored(recipe, spec, mesh, [tensors[name].read() for name in recipe.sources])
-        if stored.dtype == dtype and recipe.axes == tuple(range(stored.ndim)):
-            return stored
-        return finish(recipe.axes, spec.sharding(mesh))(stored)
+        in_order = stored.dtype == dtype and recipe.axes == tuple(range(stored.ndim))
+        # Waiting keeps the host from running ahead with copies of tensors that the device has not taken yet.
+        return jax.block_until_ready(stored if in_order else finish(recipe.axes, spec.sharding(mesh))(stored))
 
     return read
 
