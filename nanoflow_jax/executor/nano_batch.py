@@ -171,7 +171,8 @@ class _Pipeline:
 
     def run(self, phase: Phase, annotate: Annotate) -> list[Values]:
         """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet."""
-        state = [_Layer({name: value.copy() for name, value in layer.values.items()}, layer.pool) for layer in self.layers]
+        copies = {id(value): value.copy() for layer in self.layers for value in layer.values.values()}
+        state = [_Layer({name: copies[id(v)] for name, v in layer.values.items()}, layer.pool) for layer in self.layers]
         outputs = []
         for placed in phase:
             tokens, layer = self._plan.batch_of(placed.nano), state[placed.layer]
