@@ -47,6 +47,8 @@ def model_config(file: GgufFile, name: str) -> ModelConfig:
     arch = file.metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
         raise CheckpointError(f"{name}: general.architecture={arch!r} is not handled, only {', '.join(_ARCHITECTURES)}")
+    if file.metadata.get("split.count", 1) != 1:
+        raise CheckpointError(f"{name}: split.count={file.metadata['split.count']!r}: files in parts must be merged first")
     values = {k.removeprefix(f"{arch}."): v for k, v in file.metadata.items() if k.startswith(f"{arch}.")}
     unknown = sorted(values.keys() - _READ - _INERT)
     if unknown:

@@ -65,10 +65,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     _add_marked_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type", []))
     named = _named_tokens(tokens, metadata)
     if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in named:
-        bos = named["bos_token"]
-        pair = (bos, vocab[bos])
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[pair])
+        backend.post_processor = _starting_with(named["bos_token"], vocab)
     return Tokenizer(backend, chat_template=metadata.get("tokenizer.chat_template"), special_tokens=named)
+
+
+def _starting_with(bos: str, vocab: Mapping[str, int]) -> processors.TemplateProcessing:
+    try:
+        return processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocab[bos])])
+    except ValueError as error:
+        raise TokenizerError(f"tokenizer.ggml.bos_token_id: {bos!r} cannot be put before a text: {error}") from error
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

@@ -40,6 +40,7 @@ def test_parameters_equal_those_of_the_safetensors(tmp_path, name):
 
 
 def test_rotary_divisors_give_the_llama3_scaling(tmp_path):
+    """Field case 28: the scaling is not lost on the way in."""
     file = read_gguf(write_gguf(tmp_path / "x.gguf", "llama3-tiny"))
     expected = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=64)
     assert model_config(file, "x").rope_scaling == expected
@@ -85,6 +86,7 @@ def test_experts_stored_one_by_one_are_found(tmp_path):
     [
         ({"llama__rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
         ({"llama__attention.sliding_window": 128}, "llama.attention.sliding_window=128"),
+        ({"split__count": 3}, "split.count=3"),
         ({"llama__logit_scale": 2.0}, "llama.logit_scale=2.0"),
         ({"tokenizer__ggml.model": "llama"}, "tokenizer.ggml.model='llama'"),
         ({"tokenizer__ggml.model": "gpt2", "tokenizer__ggml.pre": "dbrx"}, "tokenizer.ggml.pre='dbrx'"),

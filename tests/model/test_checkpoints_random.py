@@ -36,6 +36,7 @@ def logits(config, tp_size):
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])
 def test_a_seed_is_one_model_on_any_number_of_ranks(config):
+    """Field case 27: two KV heads over up to eight ranks."""
     expected = logits(config, 1)
     for tp_size in (4, 8):
         np.testing.assert_allclose(logits(config, tp_size), expected, atol=1e-5)

@@ -69,6 +69,7 @@ def test_arrays_keep_no_tie_to_the_file(tmp_path):
 
 
 def test_end_of_sequence_ids_of_both_files_count(tmp_path):
+    """Field case 13: not only the end of sequence that config.json names."""
     folder = copy_tiny("llama2-tiny", tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
     assert load(folder).config.eos_token_ids == (2, 7, 9)
@@ -98,6 +99,7 @@ def test_stored_rotary_tables_are_harmless(tmp_path):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_tied_models_stored_head_must_equal_its_embedding(tmp_path, equal):
+    """Field case 29: no second head beside a tied embedding."""
     tensors = tiny_tensors("qwen2-tiny")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + np.float32(0 if equal else 1)
     folder = copy_tiny("qwen2-tiny", tmp_path, tensors)
@@ -109,6 +111,7 @@ def test_a_tied_models_stored_head_must_equal_its_embedding(tmp_path, equal):
 
 
 def test_an_untied_model_needs_its_head(tmp_path):
+    """Field case 29: a head is never left as it happens to be."""
     folder = copy_tiny("qwen2-tiny", tmp_path, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
         load(folder)

@@ -75,6 +75,7 @@ def test_decoding_agrees_with_the_library_and_streams_exactly(name, text, skip):
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_in_any_split_stream_to_what_decode_gives(name, data, skip):
+    """Field case 24: deltas and flush joined are the decoded text, wherever the tokens are cut."""
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=30))
     decoded = tokenizer.decode(ids, skip)
