@@ -85,10 +85,10 @@ def consumer_slices(config: GemmConfig) -> tuple[Any, Any]:
     return slice(None), pl.ds(wg * config.wg_n, config.wg_n)
 
 
-def consumer_offset(config: GemmConfig) -> tuple[Array, Array]:
+def consumer_offset(config: GemmConfig) -> tuple[Any, Any]:
     """First row and column of a tile that this consumer computes."""
-    wg, zero = lax.axis_index("wg"), jnp.int32(0)
-    return (wg * config.wg_m, zero) if config.split == "m" else (zero, wg * config.wg_n)
+    wg = lax.axis_index("wg")
+    return (wg * config.wg_m, 0) if config.split == "m" else (0, wg * config.wg_n)
 
 
 def _produce(walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, free: Any, config: GemmConfig) -> None:

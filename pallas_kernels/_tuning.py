@@ -29,7 +29,7 @@ class GemmConfig:
     group_m: int = 8
     stream_k: bool = True
     fixup_steps: int = 8
-    min_steps: int = 4
+    min_steps: int = 2
 
     def __post_init__(self) -> None:
         if self.wg_m % 64 or self.wg_n % 64:

@@ -18,10 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _mosaic, _tuning
-from pallas_kernels._gemm_pipeline import BLOCK, CONSUMERS, Segment, activate, block, consumer_offset, consumer_slices, multiply
+from pallas_kernels._gemm_pipeline import BLOCK, CONSUMERS, Segment, activate, block, consumer_offset, multiply
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
+# Columns of a partial sum that lie together in memory: what a warp holds of them, 8 rows of 32 bytes, is then contiguous.
+_SLAB = 8
 # Fields of a segment in the schedule.
 _M, _N, _K_BEGIN, _K_STEPS, _SOURCES, _PARTIAL = range(6)
 
@@ -87,10 +89,11 @@ def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swigl
 def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
     """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
 
-    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile. The tiles that do not fill a
-    wave, and one wave more, are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a tile
-    does that piece first and leaves its sum as a partial; the CTA whose share ends the tile does so last of all and adds the
-    partials of its `sources` predecessors. So nobody waits in practice, and only ever for a CTA of lower index.
+    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile, and come first: all CTAs then
+    walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave, and
+    one wave more, are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a tile starts
+    its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of all and adds the
+    partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
     """
     tiles = _tile_order(m_tiles, n_tiles, config.group_m)
     shared = _shared_tiles(len(tiles), k_steps, num_sms, config)
@@ -106,7 +109,7 @@ def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: Gem
             sources = 0 if partial else sum(bounds[j] < begin and bounds[j + 1] > t * k_steps for j in range(cta))
             pieces.append((*cut[t], begin - t * k_steps, end - begin, sources, int(partial)))
         owned = [pieces.pop(0)] if pieces and pieces[0][_SOURCES] else []
-        rows.append([*reversed(pieces), *((*tile, 0, k_steps, 0, 0) for tile in whole[cta::num_sms]), *owned])
+        rows.append([*((*tile, 0, k_steps, 0, 0) for tile in whole[cta::num_sms]), *reversed(pieces), *owned])
     table = np.zeros((num_sms, max(map(len, rows)) + 1, 6), np.int32)
     for cta, row in enumerate(rows):
         table[cta, : len(row)] = np.array(row, np.int32).reshape(-1, 6)
@@ -173,7 +176,7 @@ def _gemm(
         (
             jax.ShapeDtypeStruct(stored, a.dtype),
             # CTA i leaves its partial sums in i.
-            jax.ShapeDtypeStruct((num_sms if cut else 1, halves, config.tile_m, config.tile_n), jnp.float32),
+            jax.ShapeDtypeStruct((num_sms if cut else 1, halves, config.tile_n // _SLAB, config.tile_m, _SLAB), jnp.float32),
         ),
         name="gemm",
         num_sms=num_sms,
@@ -209,7 +212,7 @@ def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array
 
 def _write_or_share(
     write: Callable[..., None],
-    partials: Any,  # float32 [num_sms, halves, tile_m, tile_n]
+    partials: Any,  # float32 [num_sms, halves, tile_n / 8, tile_m, 8]
     config: GemmConfig,
     interpreted: bool,
     segment: Segment,
@@ -218,26 +221,33 @@ def _write_or_share(
 ) -> None:
     """Leaves the sums of a partial segment to the CTA that owns the tile; an owner adds its sources' sums in order and writes."""
     cta, wg = lax.axis_index("sm"), lax.axis_index("wg")
-    rows, columns = consumer_slices(config)
+    down, _ = consumer_offset(config)
+    first = wg * (config.wg_n // _SLAB) if config.split == "n" else 0
     sources, partial = segment.extra
     # The interpreter runs CTAs in order of their index and has no semaphores.
     done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], CONSUMERS)))
 
+    def slabs(owner: Array, half: int) -> list[Any]:
+        return [partials.at[owner, half, first + j, pl.ds(down, config.wg_m)] for j in range(config.wg_n // _SLAB)]
+
     @pl.when(partial == 1)
     def _() -> None:
         for half, total in enumerate(totals):
-            partials[cta, half, rows, columns] = total
+            for j, slab in enumerate(slabs(cta, half)):
+                slab[...] = total[:, j * _SLAB : (j + 1) * _SLAB]
         if done is not None:
-            pl.semaphore_signal(done.at[cta, wg])
+            plgpu.semaphore_signal(done.at[cta, wg], memory_scope="gpu")
 
     @pl.when(partial == 0)
     def _() -> None:
         def add(i: Array, totals: list[Array]) -> list[Array]:
             source = cta - sources + i
             if done is not None:
-                pl.semaphore_wait(done.at[source, wg], decrement=False)
-            loaded = [_load_global(partials.at[source, half, rows, columns], interpreted) for half in range(len(totals))]
-            return [total + more for total, more in zip(totals, loaded, strict=True)]
+                plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
+            return [
+                total + lax.concatenate([_load_global(slab, interpreted) for slab in slabs(source, half)], 1)
+                for half, total in enumerate(totals)
+            ]
 
         write(segment, lax.fori_loop(0, sources, add, totals), staging=staging)
 

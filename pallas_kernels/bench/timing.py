@@ -1,9 +1,10 @@
 """Device time, power and the table that every benchmark here prints.
 
 A measurement runs a *chain*: one compiled program that calls the function `calls` times in a row, each call on the next of
-several input sets (together larger than the L2 cache, so weights and pages come from HBM) and each after the one before. The
-time of a call is the time of the chain divided by its length: it holds everything the call launches and the gaps between, and
-no host time. Functions under comparison take turns, so that clock and temperature drift hit all of them.
+several input sets (together larger than the L2 cache, so weights and pages come from HBM) and each after the one before. Chains
+are launched back to back, several deep, and the time of a call is the whole time divided by all calls: it holds everything a call
+launches, memory clearing and gaps included, and of the host only the first launch. Functions under comparison take turns, so that
+clock and temperature drift hit all of them. The host must be idle otherwise, or it falls behind the device.
 """
 
 import dataclasses
@@ -71,79 +72,88 @@ def copies_beyond_l2(set_bytes: float) -> int:
     return min(16, max(2, math.ceil(3 * L2_BYTES / set_bytes)))
 
 
-def chain(f: Callable[..., Any], calls: int) -> Callable[[Sequence[Inputs]], Any]:
-    """A compiled program that calls `f` `calls` times, one after the other, on the given input sets in turn."""
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A compiled program that calls a function `calls` times, one after the other, on several input sets in turn."""
+
+    run: Callable[[Sequence[Inputs]], Any]
+    calls: int
+
+    def seconds(self, input_sets: Sequence[Inputs], launches: int) -> float:
+        """Mean seconds per call of `launches` runs back to back."""
+        start = time.perf_counter()
+        run_back_to_back(self.run, input_sets, launches)
+        return (time.perf_counter() - start) / (self.calls * launches)
+
+
+def chain(
+    f: Callable[..., Any], input_sets: Sequence[Inputs], *, calls: int = 8, compiler_options: Mapping[str, Any] | None = None
+) -> Chain:
+    """Compiles the chain of `calls` calls of `f`; shapes suffice as `input_sets`."""
     once = jax.jit(f)  # lowered once, however often the chain calls it
 
-    def run(input_sets: Sequence[Inputs]) -> Any:
-        out = None
+    def run(input_sets: Sequence[Inputs]) -> list[Any]:
+        outs: list[Any] = []
         for i in range(calls):
             args = input_sets[i % len(input_sets)]
-            if out is not None:
+            if outs:
                 # Orders the calls, and makes their inputs different values so that XLA cannot merge equal calls.
-                args, out = lax.optimization_barrier((args, out))
-            out = once(*args)
-        return out
+                args, outs[-1] = lax.optimization_barrier((args, outs[-1]))
+            outs.append(once(*args))
+        return outs  # all of them: what nobody needs is not computed
 
-    return jax.jit(run)
+    return Chain(jax.jit(run).lower(input_sets).compile(dict(compiler_options or {})), calls)
 
 
-def device_seconds(
-    functions: Mapping[str, Callable[..., Any]], input_sets: Sequence[Inputs], *, chain_seconds: float = 2e-3, reps: int = 7
+def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs], count: int) -> None:
+    """Launches `count` runs with at most three in flight: the device never idles, and few results are alive at a time."""
+    flying: list[Any] = []
+    for _ in range(count):
+        flying.append(run(input_sets))
+        if len(flying) == 3:
+            jax.block_until_ready(flying.pop(0))
+    jax.block_until_ready(flying)
+
+
+def take_turns(
+    chains: Mapping[str, Chain], input_sets: Sequence[Inputs], *, rep_seconds: float = 6e-3, reps: int = 5
 ) -> dict[str, float]:
-    """Median seconds per call of each function, all on the same inputs, the functions taking turns."""
-    calls = {name: 4 for name in functions}
-    chains = {name: chain(f, calls[name]) for name, f in functions.items()}
-    for name, run in chains.items():
-        jax.block_until_ready(run(input_sets))
-        rough = min(_wall(run, input_sets) for _ in range(3)) / calls[name]
-        calls[name] = min(64, max(4, round(chain_seconds / rough)))
-        if calls[name] != 4:
-            chains[name] = chain(functions[name], calls[name])
-            jax.block_until_ready(chains[name](input_sets))
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    """Median over `reps` of the seconds per call of each chain, all on the same inputs, one after the other in each rep."""
+    launches = {}
+    for name, c in chains.items():
+        c.seconds(input_sets, 2)  # first use
+        launches[name] = min(64, max(2, round(rep_seconds / (c.seconds(input_sets, 2) * c.calls))))
+    times: dict[str, list[float]] = {name: [] for name in chains}
     for _ in range(reps):
-        for name, run in chains.items():
-            times[name].append(_wall(run, input_sets) / calls[name])
+        for name, c in chains.items():
+            times[name].append(c.seconds(input_sets, launches[name]))
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def _wall(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs]) -> float:
-    jax.block_until_ready(run(input_sets))  # raises the clock, and hides the first launch behind running work
-    start = time.perf_counter()
-    jax.block_until_ready(run(input_sets))
-    return time.perf_counter() - start
+def device_seconds(
+    functions: Mapping[str, Callable[..., Any]], input_sets: Sequence[Inputs], *, calls: int = 8, reps: int = 5
+) -> dict[str, float]:
+    """Median seconds per call of each function, all on the same inputs, the functions taking turns."""
+    return take_turns({name: chain(f, input_sets, calls=calls) for name, f in functions.items()}, input_sets, reps=reps)
 
 
-def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: float = 1.5, calls: int = 32) -> Sustained:
+def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: float = 1.5, calls: int = 8) -> Sustained:
     """Runs `f` for `seconds` without a pause; mean time, board power and SM clock of the last two thirds.
 
     Raises:
       RuntimeError: nvidia-smi gave no reading.
     """
-    run = chain(f, calls)
-    per_chain = _wall(run, input_sets)
-    chains = max(3, round(seconds / per_chain))
-    warm = max(1, chains // 3)
-    _run_back_to_back(run, input_sets, warm)
+    c = chain(f, input_sets, calls=calls)
+    c.seconds(input_sets, 2)
+    launches = max(3, round(seconds / (c.seconds(input_sets, 4) * calls)))
+    c.seconds(input_sets, launches // 3)
     readings: list[tuple[float, float]] = []
     with _nvidia_smi(readings):
-        start = time.perf_counter()
-        _run_back_to_back(run, input_sets, chains - warm)
-        elapsed = time.perf_counter() - start
+        per_call = c.seconds(input_sets, launches - launches // 3)
     if not readings:
         raise RuntimeError("nvidia-smi gave no power reading during the run")
     watts, mhz = (statistics.mean(column) for column in zip(*readings, strict=True))
-    return Sustained(seconds=elapsed / ((chains - warm) * calls), watts=watts, sm_mhz=mhz)
-
-
-def _run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs], count: int) -> None:
-    """Keeps two chains in flight: the device never idles and the host's queue stays short."""
-    previous = out = None
-    for _ in range(count):
-        previous, out = out, run(input_sets)
-        jax.block_until_ready(previous)
-    jax.block_until_ready(out)
+    return Sustained(seconds=per_call, watts=watts, sm_mhz=mhz)
 
 
 class _nvidia_smi:  # noqa: N801 (a context manager reads as a function)

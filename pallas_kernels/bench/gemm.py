@@ -1,0 +1,167 @@
+"""Benchmark cases of the GEMMs: the projections of the models we serve, as one rank of their tensor parallelism sees them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.bench import parallel, timing
+from pallas_kernels.gemm import gemm
+from pallas_kernels.grouped_gemm import grouped_gemm
+
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
+BASELINES = ("cublas", "xla")
+_CUBLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projection:
+    """One weight: [k, n], or [k, 2, n] with `swiglu`; a stack of them, one for each of `experts`, if there are any."""
+
+    name: str
+    k: int
+    n: int
+    swiglu: bool = False
+    experts: int = 0
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        stack = (self.experts,) if self.experts else ()
+        return (*stack, self.k, 2, self.n) if self.swiglu else (*stack, self.k, self.n)
+
+    def flops(self, m: int) -> float:
+        return 2.0 * m * self.k * self.n * (2 if self.swiglu else 1)
+
+    def hbm_bytes(self, m: int) -> float:
+        """Each operand once."""
+        weights = self.k * self.n * (2 if self.swiglu else 1) * max(self.experts, 1)
+        return 2.0 * (m * self.k + weights + m * self.n)
+
+
+# Llama-3-8B on one GPU (Mixtral has its qkv and o), Llama-3-70B and Qwen2-72B on 4 and on 8 (the same qkv and o).
+PROJECTIONS = (
+    Projection(name="8b gate_up", k=4096, n=14336, swiglu=True),
+    Projection(name="8b down", k=14336, n=4096),
+    Projection(name="8b qkv", k=4096, n=6144),
+    Projection(name="8b o", k=4096, n=4096),
+    Projection(name="70b/4 gate_up", k=8192, n=7168, swiglu=True),
+    Projection(name="70b/4 down", k=7168, n=8192),
+    Projection(name="70b/4 qkv", k=8192, n=2560),
+    Projection(name="70b/4 o", k=2048, n=8192),
+    Projection(name="70b/8 gate_up", k=8192, n=3584, swiglu=True),
+    Projection(name="70b/8 down", k=3584, n=8192),
+    Projection(name="70b/8 qkv", k=8192, n=1280),
+    Projection(name="70b/8 o", k=1024, n=8192),
+    Projection(name="qwen72b/4 gate_up", k=8192, n=7392, swiglu=True),
+    Projection(name="qwen72b/4 down", k=7392, n=8192),
+    Projection(name="qwen72b/8 gate_up", k=8192, n=3696, swiglu=True),
+    Projection(name="qwen72b/8 down", k=3696, n=8192),
+)
+EXPERTS = (
+    Projection(name="mixtral gate_up", k=4096, n=14336, swiglu=True, experts=8),
+    Projection(name="mixtral down", k=14336, n=4096, experts=8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How to compute a projection: a baseline's name, or our kernel with a configuration (None: the tuned one) on some SMs."""
+
+    name: str
+    num_sms: int = 0
+    config: GemmConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One projection of `m` rows in several variants, timed in turns; group sizes relate as `skew`."""
+
+    projection: Projection
+    m: int
+    variants: tuple[Variant, ...]
+    skew: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        p = self.projection
+        skew = f" {max(self.skew)}:{min(self.skew)}" if p.experts else ""
+        return f"{p.name} {self.m}x{p.k}x{'2x' if p.swiglu else ''}{p.n}{skew}"
+
+
+def group_sizes(m: int, skew: Sequence[int]) -> list[int]:
+    """`m` rows over experts in proportion to `skew`, to the row."""
+    bounds = [m * sum(skew[:i]) // sum(skew) for i in range(len(skew) + 1)]
+    return [high - low for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def measure(jobs: Sequence[Job], *, workers: int, compile_seconds: float = 600.0) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Seconds per call of every variant of every job, by the variant's name; an error's text where one failed."""
+    for job, result in parallel.run(jobs, _prepare, _measure, workers=workers, compile_seconds=compile_seconds):
+        yield job, {"error": str(result)} if isinstance(result, Exception) else result
+
+
+@dataclasses.dataclass
+class _Prepared:
+    chains: dict[str, timing.Chain]
+    errors: dict[str, str]
+    inputs: Callable[[], list[timing.Inputs]]
+
+
+def _prepare(job: Job, quiet: AbstractContextManager[Any]) -> _Prepared:
+    """Compiles everything. A baseline picks its algorithm by timing candidates, so it is compiled while the device is quiet."""
+    prepared = _Prepared({}, {}, jax.jit(functools.partial(_inputs, job)).lower().compile())
+    for v in job.variants:
+        try:
+            if v.name in BASELINES:
+                with quiet:
+                    options = _CUBLAS_ONLY if v.name == "cublas" else None
+                    prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job), compiler_options=options)
+            else:
+                prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job))
+        except Exception as error:  # a configuration that does not compile is a result too
+            prepared.errors[v.name] = f"{type(error).__name__}: {str(error)[:200]}"
+    return prepared
+
+
+def _measure(job: Job, prepared: _Prepared) -> dict[str, Any]:
+    return prepared.errors | timing.take_turns(prepared.chains, prepared.inputs())
+
+
+def _function(job: Job, v: Variant) -> Callable[..., jax.Array]:
+    p = job.projection
+    if v.name in BASELINES:
+        return _xla_ragged_dot if p.experts else _xla_dot
+    kernel = grouped_gemm if p.experts else gemm
+    return functools.partial(kernel, swiglu=p.swiglu, num_sms=v.num_sms, config=v.config)
+
+
+def _xla_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Gate and up as one matrix and without their activation: the product alone, as fast as the library has it."""
+    return lax.dot(a, b.reshape(b.shape[0], -1))
+
+
+def _xla_ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x, w.reshape(*w.shape[:2], -1), sizes)
+
+
+def _shapes(job: Job) -> list[timing.Inputs]:
+    p = job.projection
+    copies = timing.copies_beyond_l2(p.hbm_bytes(job.m))
+    a, b = jax.ShapeDtypeStruct((job.m, p.k), jnp.bfloat16), jax.ShapeDtypeStruct(p.weight_shape, jnp.bfloat16)
+    sizes = (jax.ShapeDtypeStruct((p.experts,), jnp.int32),) if p.experts else ()
+    return [(a, b, *sizes)] * copies
+
+
+def _inputs(job: Job) -> list[timing.Inputs]:
+    """Random-normal operands."""
+    shapes = _shapes(job)
+    keys = jax.random.split(jax.random.key(job.m), len(shapes) + 1)
+    a = jax.random.normal(keys[0], shapes[0][0].shape, jnp.bfloat16)
+    sizes = (jnp.asarray(group_sizes(job.m, job.skew), jnp.int32),) if job.projection.experts else ()
+    return [(a, jax.random.normal(key, shapes[0][1].shape, jnp.bfloat16), *sizes) for key in keys[1:]]
