@@ -103,8 +103,10 @@ def run_peer(args: argparse.Namespace) -> dict:
     """
     model = resolve_smollm2(args.models_dir) if args.model == "smollm2" else Path(args.model)
     load = {"--input": args.input, "--output": args.output, "--requests": args.requests, "--seed": args.seed}
+    # -I keeps the script's folder off the import path, where our modules would hide packages of the same names.
     command = [
         args.peer_python,
+        "-I",
         Path(__file__).with_name("bench_transformers.py"),
         model,
         "--threads",

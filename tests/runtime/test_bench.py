@@ -60,6 +60,7 @@ def test_the_command_prints_a_table_and_ends_with_one_json_object(capsys, tmp_pa
     assert report["peer"]["output_tokens_per_s"] == 2.0
     assert {"device", "jax", "commit", "num_compilations", "batch_fill"} <= report.keys()
     call = (tmp_path / "call").read_text()
+    assert call.startswith("-I ")
     assert f"bench_transformers.py {_TINY} --threads " in call
     assert " ".join(load) in call
 
