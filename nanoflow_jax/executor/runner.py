@@ -30,6 +30,14 @@ from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
 
 MAX_LOGPROBS = 20
 ExecutionMode = Literal["sequential", "nano", "xla", "streams"]
+# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
+_PLAN_OPTIONS = {
+    "xla_gpu_dot_merger_threshold_mb": "0",
+    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+    "xla_gpu_enable_command_buffer": "",
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
 
@@ -154,7 +162,7 @@ class ModelRunner:
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._mode = options.mode
         device = mesh.devices.flat[0]
-        self._kernels_for = kernels_for(best_choice(device) if options.kernels == "auto" else options.kernels)
+        self._kernels = best_choice(device) if options.kernels == "auto" else options.kernels
         self._num_sms = getattr(device, "core_count", None) or 1
         self._on_gpu = device.platform == "gpu"
         self._check_plans()
@@ -250,39 +258,10 @@ class ModelRunner:
         return self._weights, self._cache, self._last_tokens, packed
 
     def _forward_jit(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
-        graph, config, layout = self._graph, self.config, self._layout
-        if plan is None:
-            execute = functools.partial(sequential.forward, kernels=self._kernels_for(self._num_sms))
-        else:
-            mode = nano_batch.Mode(self._mode)
-            execute = functools.partial(
-                nano_batch.forward, plan=plan, mode=mode, kernels_for=self._kernels_for, on_streams=self._on_gpu
-            )
-
-        def forward(weights, cache: KVCache, last_tokens: jax.Array, packed: jax.Array):
-            return execute(config, layout, nnx.merge(graph, weights), cache, last_tokens, unpack(packed, shape))
-
-        replicated = PartitionSpec()
-        sharded = jax.shard_map(
-            forward,
-            mesh=self.mesh,
-            in_specs=(decoder_partition(config, layout), KV_PARTITION, replicated, replicated),
-            out_specs=(replicated, KV_PARTITION),
-            check_vma=False,
-        )
-        return jax.jit(sharded, donate_argnums=1, compiler_options=self._compiler_options(plan))
-
-    def _compiler_options(self, plan: PipelinePlan | None) -> dict[str, str] | None:
-        """What keeps XLA from undoing a plan on a GPU: merged GEMMs, combined or synchronous collectives, serial graphs."""
-        if plan is None or not self._on_gpu:
-            return None
-        return {
-            "xla_gpu_dot_merger_threshold_mb": "0",
-            "xla_gpu_all_reduce_combine_threshold_bytes": "0",
-            "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
-            "xla_gpu_enable_command_buffer": "",
-            "xla_gpu_experimental_use_collective_kernels": "",
-        }
+        return step_function(
+            self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=self._kernels,
+            num_sms=self._num_sms, on_gpu=self._on_gpu,
+        )  # fmt: skip
 
     def _sample_args(self, shape: BatchShape) -> tuple:
         row_logits = jax.ShapeDtypeStruct(
@@ -294,6 +273,49 @@ class ModelRunner:
     def _sample_jit(self, shape: BatchShape, mode: SamplingMode, num_logprobs: int) -> Any:
         step = functools.partial(_sample_step, shape=shape, mode=mode, num_logprobs=num_logprobs)
         return jax.jit(step, donate_argnums=1, out_shardings=(self._replicated, self._replicated))
+
+
+def step_function(
+    config: ModelConfig,
+    layout: ParallelLayout,
+    mesh: jax.sharding.Mesh,
+    graph: Any,
+    shape: BatchShape,
+    *,
+    plan: PipelinePlan | None,
+    mode: ExecutionMode,
+    kernels: KernelChoice,
+    num_sms: int,
+    on_gpu: bool,
+) -> Any:
+    """The jitted forward of one step: (weights, cache, last tokens, packed batch) -> (row logits, cache); the cache is donated.
+
+    Args:
+      graph: `nnx.graphdef` of the decoder.
+      plan: executed in `mode`; None is the sequential step.
+      num_sms: what a sequential step may use; a plan has budgets of its own.
+      on_gpu: the mesh is made of GPUs, so streams and XLA's GPU options apply.
+    """
+    budgeted = kernels_for(kernels)
+    if plan is None:
+        execute = functools.partial(sequential.forward, kernels=budgeted(num_sms))
+    else:
+        execute = functools.partial(
+            nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu
+        )
+
+    def forward(weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array) -> tuple[jax.Array, KVCache]:
+        return execute(config, layout, nnx.merge(graph, weights), cache, last_tokens, unpack(packed, shape))
+
+    replicated = PartitionSpec()
+    sharded = jax.shard_map(
+        forward,
+        mesh=mesh,
+        in_specs=(decoder_partition(config, layout), KV_PARTITION, replicated, replicated),
+        out_specs=(replicated, KV_PARTITION),
+        check_vma=False,
+    )
+    return jax.jit(sharded, donate_argnums=1, compiler_options=_PLAN_OPTIONS if plan and on_gpu else None)
 
 
 def _sample_step(

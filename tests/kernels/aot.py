@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 # Public properties of an H200 SXM; the compiler reads the limits, nothing here depends on the rates.
-_H200 = """
+H200 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -47,18 +47,20 @@ class Resources:
     smem_bytes: int
 
 
-@functools.cache
-def resources(module: str) -> dict[str, Resources]:
-    """Compiles every case of `module`; skips the calling test where this machine cannot."""
+def child_environment() -> dict[str, str]:
+    """The environment of a process that compiles for GPUs; skips the calling test where this machine cannot."""
     if not importlib.util.find_spec("jax_plugins") or not importlib.util.find_spec("jax_plugins.xla_cuda13"):
         pytest.skip("no jax CUDA 13 plug-in here, so nothing compiles for sm_90a")
     if shutil.which("ptxas") is None:
         pytest.skip("no ptxas on the PATH, so nothing compiles for sm_90a")
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",  # no GPU is asked for
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # and no cuDNN
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
+    # No GPU is asked for, and no cuDNN.
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+@functools.cache
+def resources(module: str) -> dict[str, Resources]:
+    """Compiles every case of `module`; skips the calling test where this machine cannot."""
+    env = child_environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
     done = subprocess.run([sys.executable, "-m", "tests.kernels.aot", module], env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ahead-of-time compilation of {module} failed:\n{done.stderr[-4000:]}")
@@ -90,7 +92,7 @@ def _main(module: str) -> None:
     import jax
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=_H200, topology="1x1x1")
+    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=H200, topology="1x1x1")
     mesh = jax.sharding.Mesh(topology.devices[:1], ("gpu",))
     cases = importlib.import_module(module).aot_cases()
     found = {name: dataclasses.asdict(_compile(f, arguments, mesh)) for name, (f, arguments) in cases.items()}

@@ -1,0 +1,94 @@
+"""Compiles a step for H200s without having one, prints XLA's schedule and, as last line, what overlaps in it as JSON.
+
+`XLA_FLAGS=--xla_dump_to=DIR python -m tests.executor.h200_schedule PLAN MODE DIR` with a plan of tests/data/plans. It is a
+process of its own because jax's CUDA plug-in must load before any other back end and XLA reads its flags once.
+"""
+
+import dataclasses
+import glob
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nanoflow_jax.batch import BatchShape, packed_size
+from nanoflow_jax.config import preset
+from nanoflow_jax.executor.runner import ExecutionMode, step_function
+from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
+from nanoflow_jax.models.decoder import abstract_decoder
+from nanoflow_jax.parallel import TP, parallel_layout
+from nanoflow_jax.plan import decode_plan
+from tests.kernels.aot import H200
+
+PLANS = pathlib.Path(__file__).parent.parent / "data" / "plans"
+NUM_LAYERS, NUM_PAGES, PAGE_SIZE, MAX_CONTEXT = 3, 4096, 64, 1024
+
+
+def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
+    plan = decode_plan((PLANS / f"{plan_name}.json").read_bytes())
+    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=H200, topology=f"1x1x{plan.tp}")
+    mesh = jax.sharding.Mesh(np.array(topology.devices[: plan.tp]), (TP,), axis_types=(jax.sharding.AxisType.Auto,))
+    config = dataclasses.replace(preset(plan.model), num_layers=NUM_LAYERS)
+    layout = parallel_layout(config, plan.tp)
+    shape = BatchShape(plan.b_dense, plan.b_dense, MAX_CONTEXT // PAGE_SIZE)
+    graph, weights = nnx.split(abstract_decoder(config, layout, mesh, jnp.dtype(jnp.bfloat16)))
+    step = step_function(
+        config, layout, mesh, graph, shape, plan=None if mode == "sequential" else plan, mode=mode, kernels="mosaic",
+        num_sms=plan.num_sms, on_gpu=True,
+    )  # fmt: skip
+    pages = jax.ShapeDtypeStruct(
+        (NUM_PAGES, layout.num_kv_heads, PAGE_SIZE, config.head_dim),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, KV_PARTITION),
+    )
+    cache = KVCache([pages] * NUM_LAYERS, [pages] * NUM_LAYERS)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    last_tokens = jax.ShapeDtypeStruct((plan.b_dense,), jnp.int32, sharding=replicated)
+    packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=replicated)
+    with jax.set_mesh(mesh):
+        compiled = step.trace(weights, cache, last_tokens, packed).lower(lowering_platforms=("cuda",)).compile()
+    lines = thunks(dump)
+    print("\n".join(lines))
+    print(json.dumps({
+        "pairs": in_flight_together(lines),
+        "pool_bytes": sum(2 * math.prod(pages.shape) // plan.tp * 2 for _ in range(NUM_LAYERS)),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }))  # fmt: skip
+
+
+def thunks(dump: str) -> list[str]:
+    paths = [path for path in glob.glob(f"{dump}/*thunk_sequence.txt") if "forward" in path]
+    with open(max(paths, key=os.path.getsize)) as lines:
+        return lines.read().splitlines()
+
+
+def in_flight_together(lines: list[str]) -> dict[str, int]:
+    """How often work of two kinds was started and not yet waited for at once: streams 5 and 6 of ours, and collectives."""
+    open_work: dict[str, str] = {}
+    pairs: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        work = re.search(r"async_id=(\d+)", line)
+        if "kAsyncStart" in line and work and "No thunks" not in lines[number + 1]:
+            kind = re.search(r"stream=(\w+)\[(\d+)\]", line)
+            assert kind, line
+            name = "network" if kind[1].startswith("communication") else {"5": "compute", "6": "memory"}.get(kind[2], "other")
+            for other in set(open_work.values()) - {name, "other"}:
+                pair = "+".join(sorted((name, other)))
+                pairs[pair] = pairs.get(pair, 0) + (name != "other")
+            open_work[work[1]] = name
+        elif "kAsyncDone" in line and work:
+            open_work.pop(work[1], None)
+    return pairs
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])  # pyright: ignore[reportArgumentType]

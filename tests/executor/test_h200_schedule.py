@@ -1,0 +1,44 @@
+"""What XLA schedules for H200s, compiled on a CPU: the plan's pairs are in flight together on streams, and only there."""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests.kernels.aot import child_environment
+
+pytestmark = pytest.mark.slow
+ONE_GPU, FOUR_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4"
+
+
+@functools.cache
+def schedule(plan: str, mode: str) -> dict:
+    environment = child_environment()
+    with tempfile.TemporaryDirectory() as dump:
+        environment["XLA_FLAGS"] = f"--xla_dump_to={dump}"
+        command = [sys.executable, "-m", "tests.executor.h200_schedule", plan, mode, dump]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("plan", "pairs"), [(ONE_GPU, {"compute+memory"}), (FOUR_GPUS, {"compute+memory", "compute+network"})])
+def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]) -> None:
+    found = schedule(plan, "streams")["pairs"]
+    assert pairs <= found.keys()
+    assert min(found[pair] for pair in pairs) >= 3, "once per layer"
+
+
+@pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
+def test_the_split_alone_overlaps_nothing(plan: str) -> None:
+    assert not schedule(plan, "nano")["pairs"]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nano", "streams"])
+def test_the_pool_is_not_copied(mode: str) -> None:
+    """Temporaries grow with the batch; a second pool, or a layer's, would show beside them."""
+    found = schedule(ONE_GPU, mode)
+    assert found["temp_bytes"] < found["pool_bytes"] / 3
