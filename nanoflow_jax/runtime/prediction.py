@@ -21,12 +21,12 @@ def peak_pages(lengths: np.ndarray, delays: np.ndarray, remaining: np.ndarray, p
     if lengths.size == 0:
         return 0
     ends = delays + remaining
-    times = np.unique(ends)
-    growing = lengths - delays + page_size - 1
+    by_end = np.argsort(ends)
+    times = ends[by_end]
+    ended = np.searchsorted(times, times, side="left")
     by_delay = np.argsort(delays)
     started = np.searchsorted(delays[by_delay], times, side="right")
-    by_end = np.argsort(ends)
-    ended = np.searchsorted(ends[by_end], times, side="left")
+    growing = lengths - delays + page_size - 1
     unstarted = _prefix_sums(-(-lengths[by_delay] // page_size))
     pages = (
         _pages_of_first(started, growing[by_delay], times, page_size)

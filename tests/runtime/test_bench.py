@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from nanoflow_jax import bench
+from nanoflow_jax.runtime import bench as host_bench
 from nanoflow_jax.runtime.engine import Engine
 from tests.runtime.mock_runner import MockRunner
 
@@ -100,3 +101,21 @@ def test_nothing_to_do_is_refused(flag, capsys):
     with pytest.raises(SystemExit):
         bench.main(["--model", _TINY, flag, "0"])
     assert f"{flag} 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_the_host_benchmark_prints_percentiles_and_ends_with_one_json_object(capsys):
+    host_bench.main(["--sequences", "8", "--b-dense", "64", "--steps", "5", "--context", "2048"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["whole", "streamed"]
+    report = json.loads(lines[-1])
+    assert report["sequences"] == 8
+    for kind in ("whole", "streamed"):
+        times = report["milliseconds"][kind]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+
+
+@pytest.mark.parametrize("words", [["--steps", "0"], ["--sequences", "9", "--b-dense", "8"], ["--context", "1000"]])
+def test_the_host_benchmark_refuses_what_cannot_run(words, capsys):
+    with pytest.raises(SystemExit):
+        host_bench.main(words)
+    assert words[0] in capsys.readouterr().err
