@@ -235,9 +235,10 @@ def from_hf(hf: Mapping[str, Any], name: str = "model") -> ModelConfig:
 
 
 def _required(hf: Mapping[str, Any], key: str) -> int:
-    if not isinstance(hf.get(key), int):
-        raise ValueError(f"config.json: {key}={hf.get(key)!r} must be an integer")
-    return hf[key]
+    value = hf.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key}={value!r} must be a positive integer")
+    return value
 
 
 def _refuse_variants(hf: Mapping[str, Any], model_type: str) -> None:
@@ -264,8 +265,10 @@ def _refuse_variants(hf: Mapping[str, Any], model_type: str) -> None:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from the older (rope_theta, rope_scaling) or the newer (rope_parameters) spelling."""
-    newer = hf.get("rope_parameters")
-    spec = dict(newer or hf.get("rope_scaling") or {})
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: rope parameters {given!r} must be an object")
+    spec = dict(given)
     theta = float(spec.pop("rope_theta", None) or hf.get("rope_theta", 10000.0))
     kind = spec.pop("rope_type", None) or spec.pop("type", None) or "default"
     spec.pop("type", None)

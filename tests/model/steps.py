@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch, pack, unpack
 from nanoflow_jax.checkpoints import load_model
 from nanoflow_jax.checkpoints.layout import Tensor, recipes
-from nanoflow_jax.checkpoints.load import place_parameters
+from nanoflow_jax.checkpoints.placing import place_parameters
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import sequential
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache

@@ -181,3 +181,11 @@ def test_config_spellings_of_rope_agree() -> None:
     )
     assert older == newer
     assert older.rope_scaling.original_max_context == 64
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 0}, {"hidden_size": True}, {"vocab_size": "9"}, {"rope_scaling": 3}]
+)
+def test_config_values_of_a_wrong_type_are_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change)).split("_")[0]):
+        from_hf({**HF_LLAMA, **change})
