@@ -188,7 +188,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    from search.profiler import profile_command
+    from search.profiling import profile_command
 
     profile_command(preset(args.model), hardware(args.hardware), args.tp, args.b_dense, args.context, args.out)
 

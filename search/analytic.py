@@ -115,7 +115,8 @@ def kernel_energy_j(power: PowerModel, kernel: Kernel, tokens: int, context: flo
 def _time(device: Hardware, kernel: Kernel, tokens: int, context: float, sms: int) -> tuple[float, str]:
     """Microseconds and implementation of one kernel on one rank with `sms` SMs (channels for collectives)."""
     if kernel.name in ("gemm", "swiglu_gemm"):
-        seconds, name = _gemm(device, [tokens], *kernel.shape, 1.0, sms)
+        k, n = kernel.shape
+        seconds, name = _gemm(device, [tokens], k, n, 1.0, sms)
     elif kernel.name == "experts":
         seconds, name = _experts(device, kernel.shape, tokens, sms)
     elif kernel.name == "decode_attention":

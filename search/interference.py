@@ -73,6 +73,7 @@ def _curve(interference: Interference, resource: Resource) -> tuple[list[float],
     return [0.0, *(p.share for p in points), 1.0], [0.0, *(p.performance for p in points), 1.0]
 
 
+@functools.lru_cache(maxsize=4096)
 def performance(interference: Interference, resource: Resource, share: float) -> float:
     """P of a kernel that holds `share` in [0, 1]."""
     if resource is Resource.COMPUTE:

@@ -9,6 +9,7 @@ Source: NanoFlow paper, section 4.1.2.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from ortools.linear_solver import pywraplp
 
@@ -21,7 +22,7 @@ SHIFTS = (-2, -1, 0, 1, 2)
 
 def solve_milp(problem: Problem, counts: Sequence[int], *, upper: int, time_limit_s: float) -> tuple[Structure | None, float]:
     """The best structure of at most `upper` ticks (None if none was found in time) and the proven lower bound of the period."""
-    solver = pywraplp.Solver.CreateSolver("SCIP")
+    solver: Any = pywraplp.Solver.CreateSolver("SCIP")
     solver.SetTimeLimit(int(1000 * time_limit_s))
     big = 6 * upper + max(b.duration(g := problem.groups[b.group], g.first, g.stop) for b in problem.blocks)
     period = solver.NumVar(problem.load_bound(counts), upper, "T")
@@ -34,7 +35,7 @@ def solve_milp(problem: Problem, counts: Sequence[int], *, upper: int, time_limi
     solver.Add(starts[0][0] == 0)  # (8)
     for start in starts[0]:
         solver.Add(start <= period)
-    disjoint: dict[tuple, pywraplp.Variable] = {}
+    disjoint: dict[tuple[int, ...], Any] = {}
 
     def before(left, right, key):
         """1 implies left <= right; tiles are whole, so one binary decides."""

@@ -17,7 +17,7 @@ from search.build_plan import sequential_phases
 from search.problem import Costing
 
 SHORT = {
-    "qkv_proj": "QKV", "decode_attention": "decode attention", "prefill_attention": "prefill", "o_proj": "O",
+    "qkv_proj": "QKV", "decode_attention": "decode attn", "prefill_attention": "prefill", "o_proj": "O",
     "attention_all_gather": "AG attn", "o_all_gather": "AG o", "o_all_reduce": "AR o",
     "gate_up_proj": "gate+up", "down_proj": "down", "experts": "experts", "ffn_all_reduce": "AR ffn",
 }  # fmt: skip
@@ -61,7 +61,9 @@ def _gantt(axes: Axes, plan: PipelinePlan, lanes: Sequence[Resource]) -> None:
     axes.set(xlim=(0, plan.period_us), ylim=(-0.05, len(lanes)), xlabel="time in the window (us)")
     axes.set_yticks([len(lanes) - 0.55 - i for i in range(len(lanes))], [r.value for r in lanes])
     axes.set_title(
-        "one window of the steady state; bar height and R: share of the device; dashed: of an earlier layer", fontsize=9
+        "one window of the steady state; bar height and R: share of the device; dashed: of an earlier layer",
+        fontsize=9,
+        loc="right",
     )
     axes.spines[["top", "right"]].set_visible(False)
     most = max(n.nano_batch for n in plan.nano_operations) + 1
@@ -89,11 +91,12 @@ def _bar(axes: Axes, plan: PipelinePlan, index: int, nano: NanoOperation, base: 
     share = f"R={shares[0]:.2g}" if len(shares) == 1 else f"R={shares[0]:.2g}-{shares[-1]:.2g}"
     text = f"{SHORT[nano.operation]} {nano.nano_batch + 1}"
     narrow = (stop - start) / plan.period_us
+    wide = narrow > 0.009 * len(max(text, share, key=len))
     if narrow > 0.008:
-        label = f"{text}\n{share}" if narrow > 0.04 else f"{text} {share}"
+        label = f"{text}\n{share}" if wide else f"{text} {share}"
         axes.text(
-            (start + stop) / 2, middle, label, ha="center", va="center", fontsize=7.5 if narrow > 0.04 else 5.5, zorder=4,
-            rotation=0 if narrow > 0.07 else 90, clip_on=True,
+            (start + stop) / 2, middle if wide else base + 0.45, label, ha="center", va="center", fontsize=7.5 if wide else 6,
+            rotation=0 if wide else 90, zorder=4, clip_on=True,
         )  # fmt: skip
 
 

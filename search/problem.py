@@ -143,7 +143,15 @@ class Costing:
 
     def time_of(self, operation: str, tokens: int) -> float:
         """Microseconds of an operation alone on the whole device."""
-        return self.timing(next(op for op in self.graph() if op.name == operation), tokens).time_us
+        key = operation, tokens
+        if key not in self._times:
+            self._times[key] = self.timing(next(op for op in self.graph() if op.name == operation), tokens).time_us
+        return self._times[key]
+
+    @functools.cached_property
+    def _times(self) -> dict[tuple[str, int], float]:
+        """Times read so far: the search asks for the same ones many times."""
+        return {}
 
     def sequential_us(self) -> float:
         """One layer, every operation on the whole batch and the whole device, one after another."""
@@ -151,7 +159,7 @@ class Costing:
         return sum(self.timing(op, whole[op.tokens]).time_us for op in self.graph())
 
 
-_GROUP_OF = {
+GROUP_OF = {
     "qkv_proj": "qkv", "decode_attention": "decode", "prefill_attention": "prefill",
     "attention_all_gather": "o", "o_proj": "o", "o_all_gather": "o", "o_all_reduce": "o",
     "gate_up_proj": "ffn", "down_proj": "ffn", "experts": "ffn", "ffn_all_reduce": "ffn",
@@ -170,7 +178,7 @@ def build_problem(costing: Costing) -> Problem:
     block_of: dict[str, int] = {}
     graph = costing.graph()
     for op in graph:
-        name = _GROUP_OF[op.name]
+        name = GROUP_OF[op.name]
         if name not in [g.name for g in groups]:
             first, stop, start, end = spans.get(name, (0, tiles, 0, mix.b_dense))
             groups.append(Group(name=name, first=first, stop=stop, start=start, end=end))

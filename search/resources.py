@@ -1,4 +1,4 @@
-"""Stage II: resource shares for a fixed order, with interference and power, in two forms.
+"""Stage II: resource shares for a fixed order, with interference and power; the form in which shares may change.
 
 Everything that runs together holds shares R with a sum of at most 1 and works at the speed P(R) of the interference map.
 
@@ -8,31 +8,26 @@ the same nano-operations run; x[f][r] >= 0 is the time that phase f spends under
  (2) sum x >= energy / (cap - idle): on average the power cap holds.
 Phases keep their order, so all dependencies hold by construction. It is a linear program, exact for this order of borders.
 
-`constant` gives each nano-operation one share for its whole life: choose share index q[v], start s[v] and period T. Minimise T
-subject to
- (1) duration is the table's entry time alone / P(share);
- (2) dependencies and the lane order of stage I: s[head] >= s[tail] + duration[tail] - layers T;
- (3) at every instant the shares sum to at most 1: one cumulative constraint over copies at s, s + T, s + 2 T ...;
- (4) T >= energy / (cap - idle).
+The constant form, one share for a nano-operation's whole life, is in constant.py.
 
 Source: NanoFlow paper, section 4.1.3, which has the constant form; power and the phased form are ours.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from ortools.linear_solver import pywraplp
-from ortools.sat.python import cp_model
 
 from nanoflow_jax.plan import Resource
 from search.hardware import PowerModel
 from search.interference import Interference, performance, sms_of_share, useful_shares
-from search.schedule import Arc, Schedule, lane_arcs, retime
+from search.problem import Block, Problem
+from search.schedule import Schedule
 
 SHARE_STEP = 0.1
-_PERMILLE = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,17 +107,42 @@ def serial(schedule: Schedule) -> Allocation:
     return Allocation(schedule=schedule, grants=tuple(grants), period_us=period, bound_us=period)
 
 
-def operating_durations(schedule: Schedule, device: Device) -> list[float]:
-    """Times at the share with most speed per share; compute is slowed by what the others then take from it, on average."""
-    nodes, useful = schedule.nodes, {Resource.COMPUTE: 1.0}
+def slowdowns(loads: Mapping[Resource, float], device: Device) -> dict[Resource, float]:
+    """How much longer each resource's kernels take than alone when everything overlaps, given each resource's total time.
+
+    Memory and network kernels are taken to hold the share with most speed per share; compute loses what they then take from it,
+    on average.
+    """
+    slower, taken = {}, 0.0
     for resource in (Resource.MEMORY, Resource.NETWORK):
         shares = useful_shares(device.interference, resource, SHARE_STEP)
-        useful[resource] = max(shares, key=lambda s: performance(device.interference, resource, s) / s)
-    durations = [n.best_us / performance(device.interference, n.resource, useful[n.resource]) for n in nodes]
-    taken = sum(useful[n.resource] * d for n, d in zip(nodes, durations, strict=True) if n.resource is not Resource.COMPUTE)
-    compute = sum(n.best_us for n in nodes if n.resource is Resource.COMPUTE)
-    slower = 1 + taken / compute
-    return [d * slower if n.resource is Resource.COMPUTE else d for n, d in zip(nodes, durations, strict=True)]
+        share = max(shares, key=lambda s: performance(device.interference, resource, s) / s)
+        slower[resource] = 1 / performance(device.interference, resource, share)
+        taken += share * slower[resource] * loads.get(resource, 0.0)
+    slower[Resource.COMPUTE] = 1 + taken / loads[Resource.COMPUTE]
+    return slower
+
+
+def operating_durations(schedule: Schedule, device: Device) -> list[float]:
+    """Times of the nodes under `slowdowns`."""
+    loads = {r: sum(n.best_us for n in schedule.nodes if n.resource is r) for r in Resource}
+    slower = slowdowns(loads, device)
+    return [n.best_us * slower[n.resource] for n in schedule.nodes]
+
+
+def operating_problem(problem: Problem, device: Device) -> Problem:
+    """The stage I problem with durations under `slowdowns`: its structures suit stage II, where overlaps last longer."""
+    loads = {r: 0.0 for r in Resource}
+    for block in problem.blocks:
+        group = problem.groups[block.group]
+        loads[block.resource] += block.duration(group, group.first, group.stop)
+    slower = slowdowns(loads, device)
+
+    def scaled(block: Block) -> Block:
+        ticks = tuple(tuple(round(t * slower[block.resource]) for t in row) for row in block.ticks)
+        return dataclasses.replace(block, ticks=ticks)
+
+    return dataclasses.replace(problem, blocks=tuple(scaled(b) for b in problem.blocks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +173,8 @@ def _phases(schedule: Schedule) -> list[_Phase]:
     return phases
 
 
-def share_patterns(resources: Sequence[Resource], device: Device) -> list[tuple[float, ...]]:
+@functools.lru_cache(maxsize=32)
+def share_patterns(resources: tuple[Resource, ...], device: Device) -> list[tuple[float, ...]]:
     """Shares worth giving to kernels that run together, one per resource: compute takes what the others leave."""
     others = [r for r in resources if r is not Resource.COMPUTE]
     choices = [useful_shares(device.interference, r, SHARE_STEP) for r in others]
@@ -178,7 +199,7 @@ def phased(schedule: Schedule, device: Device) -> Allocation:
     total = solver.Constraint(energy_floor_us(schedule, device.power), solver.infinity())  # (2)
     patterns, variables = [], []
     for phase in phases:
-        resources = [schedule.nodes[v].resource for v in phase.nodes]
+        resources = tuple(schedule.nodes[v].resource for v in phase.nodes)
         patterns.append(share_patterns(resources, device))
         variables.append([])
         for shares in patterns[-1]:
@@ -217,121 +238,3 @@ def _phased_allocation(schedule, device, phases, patterns, times) -> Allocation:
     fixed = [dataclasses.replace(g, performance=g.performance * schedule.nodes[g.node].best_us / done[g.node]) for g in grants]
     fixed.sort(key=lambda g: (g.node, g.start_us))
     return Allocation(schedule=schedule, grants=tuple(fixed), period_us=period, bound_us=period)
-
-
-def constant(
-    schedule: Schedule,
-    dependencies: Sequence[Arc],
-    device: Device,
-    *,
-    work_limit: float,
-    time_limit_s: float,
-    seed: int = 0,
-    hint: Sequence[float] | None = None,
-    at_most_us: float | None = None,
-) -> Allocation | None:
-    """The integer program of the constant form; None if nothing of at most `at_most_us` was found within the limits.
-
-    `hint` gives a share per node to start from. Limits as in stage I: deterministic work first, wall-clock as a safety net.
-    """
-    tick = schedule.period_us / 1500
-    arcs = [*dependencies, *lane_arcs(schedule)]
-    cp = cp_model.CpModel()
-    floor = max(energy_floor_us(schedule, device.power), schedule.period_us)
-    upper = math.ceil((at_most_us or sum(n.best_us for n in schedule.nodes)) / tick)
-    if math.floor(floor / tick) > upper:
-        return None
-    period = cp.new_int_var(math.floor(floor / tick), upper, "T")
-    starts, durations, demands, options = [], [], [], []
-    for v, node in enumerate(schedule.nodes):
-        shares = [s for s in useful_shares(device.interference, node.resource, SHARE_STEP)]
-        table = [math.ceil(node.best_us / performance(device.interference, node.resource, s) / tick) for s in shares]
-        pick = cp.new_int_var(0, len(shares) - 1, f"q{v}")
-        duration = cp.new_int_var(min(table), max(table), f"d{v}")
-        demand = cp.new_int_var(1, _PERMILLE, f"r{v}")
-        cp.add_element(pick, table, duration)  # (1)
-        cp.add_element(pick, [math.floor(s * _PERMILLE + 1e-6) for s in shares], demand)
-        starts.append(cp.new_int_var(0, 4 * upper, f"s{v}"))
-        durations.append(duration)
-        demands.append(demand)
-        options.append((pick, shares))
-    for a in arcs:
-        cp.add(starts[a.head] >= starts[a.tail] + durations[a.tail] - a.layers * period)  # (2)
-    cp.add(starts[0] == 0)
-    windows = [math.floor(s / schedule.period_us + 1e-9) for s in schedule.starts]
-    _add_shares(cp, starts, durations, demands, period, windows, upper)
-    cp.minimize(period)
-    if hint is not None:
-        for (pick, shares), share in zip(options, hint, strict=True):
-            cp.add_hint(pick, min(range(len(shares)), key=lambda i: abs(shares[i] - share)))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed
-    solver.parameters.max_deterministic_time = work_limit
-    solver.parameters.max_time_in_seconds = time_limit_s
-    status = solver.solve(cp)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    chosen = [shares[solver.value(pick)] for pick, shares in options]
-    at = [solver.value(s) for s in starts]
-    allocation = _constant_allocation(schedule, arcs, device, chosen, at, solver.value(period), tick)
-    bound = max(solver.best_objective_bound * tick - tick * len(schedule.nodes), floor)
-    return dataclasses.replace(allocation, bound_us=bound, work=solver.response_proto.deterministic_time)
-
-
-def _add_shares(cp, starts, durations, demands, period, windows, upper) -> None:
-    """(3): two nodes run together in some layers if their windows differ by at most the number of copies made."""
-    copies = max(windows) - min(windows) + 2
-    intervals, heights = [], []
-    for v, (s, d, r) in enumerate(zip(starts, durations, demands, strict=True)):
-        for copy in range(copies):
-            begin, end = s, cp.new_int_var(0, (6 + copies) * upper, f"e{v}_{copy}")
-            if copy:
-                begin = cp.new_int_var(0, (6 + copies) * upper, f"b{v}_{copy}")
-                cp.add(begin == s + copy * period)
-            intervals.append(cp.new_interval_var(begin, d, end, f"i{v}_{copy}"))
-            heights.append(r)
-    cp.add_cumulative(intervals, heights, _PERMILLE)
-
-
-def _constant_allocation(schedule, arcs, device, shares, at, period, tick) -> Allocation:
-    """The solver's order at exact times.
-
-    Of two nodes that may not run together, the one that ends first goes first. If three that may in pairs then meet with too
-    large a sum, every pair keeps the solver's order.
-    """
-    nodes = schedule.nodes
-    speed = [performance(device.interference, n.resource, s) for n, s in zip(nodes, shares, strict=True)]
-    exact = [n.best_us / p for n, p in zip(nodes, speed, strict=True)]
-    ticks = [math.ceil(d / tick) for d in exact]
-
-    def ordered(least_sum: float) -> Schedule:
-        order = list(arcs)
-        for u, v in itertools.permutations(range(len(nodes)), 2):
-            if shares[u] + shares[v] > least_sum:
-                # v starts after u of `k` layers later has ended (k may be negative): keep that.
-                k = (at[v] - at[u] - ticks[u]) // period
-                order.append(Arc(tail=u, head=v, layers=-k))
-        return retime(schedule, exact, order)
-
-    placed = ordered(1 + 1e-9)
-    if _most_shares(placed, shares) > 1 + 1e-9:
-        placed = ordered(0.0)
-    grants = tuple(
-        Grant(node=v, start_us=s, stop_us=s + exact[v], share=shares[v], performance=speed[v])
-        for v, s in enumerate(placed.starts)
-    )
-    return Allocation(schedule=schedule, grants=grants, period_us=placed.period_us, bound_us=0.0)
-
-
-def _most_shares(schedule: Schedule, shares: Sequence[float]) -> float:
-    """The largest sum of shares in flight; it is reached where a node starts."""
-    period, eps = schedule.period_us, 1e-9 * schedule.period_us
-    most = 0.0
-    for at in schedule.starts:
-        held = 0.0
-        for s, d, share in zip(schedule.starts, schedule.durations, shares, strict=True):
-            into = (at - s + eps) % period
-            held += share * ((into < d - eps) + (into + period < d - eps))
-        most = max(most, held)
-    return most

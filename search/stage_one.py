@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from nanoflow_jax.plan import Resource
 from search.problem import Problem
-from search.structure import Structure, solve
+from search.structure import Objective, Structure, solve
 
 MAX_PARTS = 4
 WORTHWHILE = 0.003  # relative gain for which another nano-batch is accepted
-POOL_SLACK = 0.12  # structures up to this much slower than the best stay in the pool, for stage II may prefer them
+POOL_SLACK = 0.2  # structures up to this much slower than the best stay in the pool, for stage II may prefer them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,13 @@ def base_counts(problem: Problem) -> tuple[int, ...]:
     return tuple(1 if g.name == "prefill" or g.tiles < 2 else 2 for g in problem.groups)
 
 
-def search_structure(problem: Problem, limits: Limits, report: Report | None = None) -> StageOne:
+def search_structure(
+    problem: Problem, limits: Limits, report: Report | None = None, objective: Objective = "period"
+) -> StageOne:
     """Runs the loop for one partition."""
-    run = _Run(problem, limits, report)
+    run = _Run(problem, limits, report, objective)
     seed = run.seed()
+    run.keep([seed])
     base = run.step(base_counts(problem), seed.period, hint=seed, share=0.3)
     best, base_bound = (base or seed), run.tried[-1][2]
     first, bound = best, base_bound
@@ -94,8 +97,9 @@ def search_structure(problem: Problem, limits: Limits, report: Report | None = N
 class _Run:
     """Work spent, structures met and counts tried so far."""
 
-    def __init__(self, problem: Problem, limits: Limits, report: Report | None) -> None:
+    def __init__(self, problem: Problem, limits: Limits, report: Report | None, objective: Objective) -> None:
         self.problem, self.limits, self.report = problem, limits, report
+        self.objective: Objective = objective
         self.work = 0.0
         self.pool: dict[tuple, Structure] = {}
         self.tried: list[tuple[tuple[int, ...], int | None, int]] = []
@@ -119,7 +123,7 @@ class _Run:
             ]
             solved = solve(
                 self.problem, base_counts(self.problem), cuts=cuts, work_limit=0.02 * self.limits.work,
-                time_limit_s=self.limits.seconds_left(), seed=self.limits.seed, at_most=best.period,
+                time_limit_s=self.limits.seconds_left(), seed=self.limits.seed, at_most=best.period, objective=self.objective,
             )  # fmt: skip
             self.work += solved.work
             self.keep(solved.pool)
@@ -128,11 +132,11 @@ class _Run:
 
     def step(self, counts: tuple[int, ...], at_most: int, *, hint: Structure | None = None, share: float) -> Structure | None:
         """The best structure of at most `at_most` ticks with these counts, all cuts free, if one is found in time."""
-        label = "/".join(map(str, counts))
-        progress = (lambda t, b: self.report(label, t, b)) if self.report else None
+        report, label = self.report, "/".join(map(str, counts))
+        progress = None if report is None else lambda t, b: report(label, t, b)
         solved = solve(
             self.problem, counts, at_most=at_most, hint=hint, work_limit=share * self.limits.work,
-            time_limit_s=self.limits.seconds_left(), seed=self.limits.seed, progress=progress,
+            time_limit_s=self.limits.seconds_left(), seed=self.limits.seed, progress=progress, objective=self.objective,
         )  # fmt: skip
         self.work += solved.work
         self.keep(solved.pool)
@@ -209,6 +213,8 @@ def candidate_counts(structure: Structure) -> list[tuple[int, ...]]:
         return tuple(new) if fits else None
 
     singles = [raised([g]) for g in sorted(idle, key=lambda g: -idle[g])]
-    sides = [[g for g, n in enumerate(names) if n in side] for side in (("qkv", "o"), ("qkv", "decode", "o"))]
+    sides = [
+        [g for g, n in enumerate(names) if n in side] for side in (("qkv", "o"), ("qkv", "decode"), ("qkv", "decode", "o"))
+    ]
     joint = [raised(side) for side in sides if any(g in idle for g in side)]
     return [c for c in dict.fromkeys([*singles, *joint]) if c is not None]

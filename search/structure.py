@@ -98,7 +98,7 @@ def solve(
     for count, group in zip(counts, problem.groups, strict=True):
         if not 1 <= count <= group.tiles:
             raise ValueError(f"group {group.name!r} of {group.tiles} tiles cannot be cut into {count} nano-batches")
-    floor = problem.load_bound(counts) if objective == "period" else 0
+    floor = problem.load_bound(counts)
     upper = at_most if at_most is not None else 2 * problem.sequential_ticks
     if floor > upper:
         return Solved(pool=(), bound=floor, work=0.0)
@@ -134,7 +134,8 @@ class _Model:
         self.problem, self.counts = problem, counts
         self.cp = cp_model.CpModel()
         self.period = self.cp.new_int_var(floor, upper, "T")
-        self.cuts = [list(c) for c in cuts] if cuts else [self._cuts(g) for g in range(len(problem.groups))]
+        free = range(len(problem.groups)) if cuts is None else ()
+        self.cuts: list[list[cp_model.IntVar | int]] = [self._cuts(g) for g in free] or [list(c) for c in cuts or ()]
         horizon = 2 * upper
         self.starts, self.durations = [], []
         for b, block in enumerate(problem.blocks):
@@ -157,7 +158,7 @@ class _Model:
         self.cp.add(self.starts[0][0] == 0)  # (8)
         self.cp.minimize(self.period)
 
-    def _cuts(self, g: int) -> list[cp_model.LinearExprT]:
+    def _cuts(self, g: int) -> list[cp_model.IntVar | int]:
         group, n = self.problem.groups[g], self.counts[g]
         inner = [self.cp.new_int_var(group.first + i, group.stop - n + i, f"c{g}_{i}") for i in range(1, n)]
         cuts = [group.first, *inner, group.stop]
@@ -170,17 +171,18 @@ class _Model:
         block = self.problem.blocks[b]
         group, n = self.problem.groups[block.group], self.counts[block.group]
         cuts = self.cuts[block.group]
-        if all(isinstance(c, int) for c in cuts):
-            return block.duration(group, cuts[i], cuts[i + 1])
+        begin, end = cuts[i], cuts[i + 1]
+        if isinstance(begin, int) and isinstance(end, int):
+            return block.duration(group, begin, end)
         most = group.tiles - n + 1
         if i == n - 1:
             table = [block.duration(group, group.stop - size, group.stop) for size in range(1, most + 1)]
         else:
-            begin = group.first if i == 0 else group.first + 1
-            table = [block.duration(group, begin, min(begin + size, group.stop)) for size in range(1, most + 1)]
+            first = group.first if i == 0 else group.first + 1
+            table = [block.duration(group, first, min(first + size, group.stop)) for size in range(1, most + 1)]
         d = self.cp.new_int_var(min(table), max(table), f"d{b}_{i}")
         index = self.cp.new_int_var(0, most - 1, f"z{b}_{i}")
-        self.cp.add(index == cuts[i + 1] - cuts[i] - 1)
+        self.cp.add(index + 1 + begin == end)
         self.cp.add_element(index, table, d)
         return d
 
