@@ -4,7 +4,8 @@ The order of lanes is given. Choose share index q[v], start s[v] and period T. M
 subject to
  (1) duration is the table's entry time alone / P(share);
  (2) dependencies and the lane order of stage I: s[head] >= s[tail] + duration[tail] - layers T;
- (3) at every instant the shares sum to at most 1: one cumulative constraint over copies at s, s + T, s + 2 T ...;
+ (3) starts stay in their windows of stage I, and at every instant the shares sum to at most 1: one cumulative constraint over
+     copies at s, s + T, s + 2 T ..., as many as windows can differ;
  (4) T >= energy / (cap - idle).
 
 A schedule to start from comes from issuing nano-operations in the window's order, each as soon as it may run, with shares found
@@ -72,7 +73,14 @@ def issue_in_order(schedule: Schedule, arcs: Sequence[Arc], shares: Sequence[flo
 def descend(
     schedule: Schedule, arcs: Sequence[Arc], first: Sequence[float], device: Device
 ) -> tuple[Schedule, list[float]] | None:
-    """Coordinate descent over shares, from the levels nearest to `first`, on the period of `issue_in_order`."""
+    """Coordinate descent over shares on the period of `issue_in_order`, from about `first` and from the whole device."""
+    found = [_descend(schedule, arcs, f, device) for f in (first, [1.0] * len(first))]
+    return min((f for f in found if f is not None), key=lambda f: f[0].period_us, default=None)
+
+
+def _descend(
+    schedule: Schedule, arcs: Sequence[Arc], first: Sequence[float], device: Device
+) -> tuple[Schedule, list[float]] | None:
     choices = levels(schedule, device)
     pick = [min(range(len(c)), key=lambda i: abs(c[i] - share)) for c, share in zip(choices, first, strict=True)]
 
@@ -113,7 +121,7 @@ def constant(
     floor = energy_floor_us(schedule, device.power)
     start = descend(schedule, arcs, first, device)
     incumbent = None if start is None or start[0].period_us < floor else _granted(start[0], start[1], device)
-    longest = incumbent.period_us if incumbent else sum(n.best_us for n in schedule.nodes)
+    longest = incumbent.period_us if incumbent else max(sum(n.best_us for n in schedule.nodes), floor)
     upper = math.ceil(longest / tick)
     if math.floor(floor / tick) > upper:
         return incumbent
@@ -136,6 +144,9 @@ def constant(
         cp.add(starts[a.head] >= starts[a.tail] + durations[a.tail] - a.layers * period)  # (2)
     cp.add(starts[0] == 0)
     windows = [math.floor(s / schedule.period_us + 1e-9) for s in schedule.starts]
+    for s, w in zip(starts, windows, strict=True):
+        cp.add(s >= w * period)  # (3)
+        cp.add(s <= (w + 1) * period)
     _add_shares(cp, starts, durations, demands, period, windows, upper)
     cp.minimize(period)
     for (pick, shares), share in zip(options, start[1] if start else first, strict=True):
@@ -190,7 +201,7 @@ def _constant_allocation(schedule, arcs, device, shares, at, period, tick) -> Al
                 # v starts after u of `k` layers later has ended (k may be negative): keep that.
                 k = (at[v] - at[u] - ticks[u]) // period
                 order.append(Arc(tail=u, head=v, layers=-k))
-        return retime(schedule, exact, order)
+        return retime(schedule, exact, order, at_least=energy_floor_us(schedule, device.power))
 
     placed = ordered(1 + 1e-9)
     if _most_shares(placed, shares) > 1 + 1e-9:

@@ -130,7 +130,7 @@ def measure_interference(
     def rows(resource: Resource, counts: Sequence[int], context: float) -> tuple[InterferencePoint, ...]:
         others = [k for k, (r, _) in kernels.items() if r is resource]
         points: list[InterferencePoint] = []
-        for sms in counts if others else ():
+        for sms in [n for n in counts if n < machine.num_sms] if others else ():
             pairs = [_pair(g, others[0], sms, context, b_dense, machine, alone) for g in gemms]
             share, speed = (statistics.fmean(p[i] for p in pairs) for i in range(2))
             spread = statistics.pstdev(p[1] for p in pairs)
@@ -157,10 +157,11 @@ def _pair(
     def takes(kernel: Kernel, tokens: int, count: int, at: float) -> float:
         return lookup(alone, kernel, tokens, num_sms=count, context=at).time_us
 
-    expected = {b: takes(other, b, sms, context) for b in sizes}
+    left = {a: takes(gemm, a, machine.num_sms - sms, 0.0) for a in sizes}
+    right = {b: takes(other, b, sms, context) for b in sizes}
     tokens, beside = min(
         ((a, b) for a in sizes for b in sizes),
-        key=lambda ab: (abs(takes(gemm, ab[0], machine.num_sms - sms, 0.0) / expected[ab[1]] - 1), -ab[0]),
+        key=lambda ab: (abs(left[ab[0]] / right[ab[1]] - 1), -ab[0]),
     )
     both = machine.together_us((gemm, tokens, machine.num_sms - sms), (other, beside, sms, context))
     whole = max(NETWORK_CHANNELS) if network else machine.num_sms
