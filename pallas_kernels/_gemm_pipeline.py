@@ -1,4 +1,4 @@
-"""The core that the GEMMs share: one producer warpgroup streams tiles of A and B through a ring, two consumers multiply.
+"""The core that the GEMMs share: one producer warpgroup streams tiles of A and B through a ring, consumers multiply.
 
 The ring runs on across tiles, so the next tile loads while the last one is written. Which tiles a CTA multiplies, and what
 becomes of the sums, is the caller's: `walk` feeds segments to both sides, `write` gets each consumer's sums.
@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels._tuning import GemmConfig
 
-CONSUMERS = 2
 BLOCK = 64
 """Rows and columns of the block that one step of an epilogue writes."""
 
@@ -42,9 +41,7 @@ def multiply(
     a: Any,  # [M, K]
     b: Any,  # [*stack, K, N] or, for two products at once, [*stack, K, 2, N]
     halves: int,  # 1 or 2 products
-    write: Callable[
-        [Segment, list[Array], Any], None
-    ],  # (segment, float32 [wg_m, wg_n] sums of each half, this consumer's staging)
+    write: Callable[..., None],  # (segment, each half's float32 sums [wg_m, wg_n], staging=staging), for each consumer
     config: GemmConfig,
     *,
     staging: Any,  # pytree of shared memory and barriers for `write`
@@ -59,18 +56,18 @@ def multiply(
         b_smem=_mosaic.swizzled_smem((stages, halves, config.tile_k, config.tile_n), b.dtype, global_minor=minor),
         staging=staging,
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + halves),
-        free=plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
+        free=plgpu.Barrier(num_barriers=stages, num_arrivals=config.consumers),
         collective_axes="wg",
     )
     def _(a_smem: Any, b_smem: Any, staging: Any, full: Any, free: Any) -> None:
         wg = lax.axis_index("wg")
 
-        @pl.when(wg == CONSUMERS)
+        @pl.when(wg == config.consumers)
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
             _produce(walk, a, b, a_smem, b_smem, full, free, config)
 
-        @pl.when(wg < CONSUMERS)
+        @pl.when(wg < config.consumers)
         def _consumer() -> None:
             plgpu.set_max_registers(232, action="increase")
             _consume(walk, a_smem, b_smem, full, free, functools.partial(write, staging=staging), config)
@@ -118,7 +115,7 @@ def _produce(walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, fr
     for slot in range(stages):  # the last release of every slot must be observed before the CTA ends
 
         @pl.when(slot < steps)
-        def _() -> None:
+        def _(slot: int = slot) -> None:
             plgpu.barrier_wait(free.at[slot])
 
 
@@ -128,7 +125,7 @@ def _consume(
     b_smem: Any,
     full: Any,
     free: Any,
-    write: Callable[[Segment, list[Array]], None],
+    write: Callable[..., None],
     config: GemmConfig,
 ) -> None:
     stages, halves = b_smem.shape[:2]
@@ -154,7 +151,7 @@ def _consume(
             plgpu.barrier_arrive(free.at[lax.rem(last, stages)])
             return [acc[...] for acc in accs]
 
-        write(s, pl.run_scoped(accumulate, *[plgpu.ACC((config.wg_m, config.wg_n), jnp.float32)] * halves))
+        write(s, pl.run_scoped(accumulate, *[plgpu.WGMMAAccumulatorRef((config.wg_m, config.wg_n), jnp.float32)] * halves))
         return first + s.k_steps
 
     walk(segment)

@@ -1,13 +1,15 @@
-"""Tile configurations of the GEMMs: tuned ones by device and shape from `tunings/*.json`, and one rule for every other shape."""
+"""Tile configurations of the GEMMs: tuned ones by device and shape from `tunings/*.json`, and one rule for all other shapes."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 from pallas_kernels import _mosaic
+
+TABLES = {"NVIDIA H200": "h200.json"}
+"""Tuned tables by device kind."""
 
 _STAGING_BYTES = 2 * 2 * 64 * 64 * 2  # see gemm: two output blocks per consumer warpgroup
 _RESERVED_BYTES = 2048  # barriers and the bias
@@ -17,17 +19,20 @@ _RESERVED_BYTES = 2048  # barriers and the bias
 class GemmConfig:
     """How a GEMM is cut. `tile_n` counts columns of the result; with SwiGLU a tile loads as many gate and as many up columns.
 
-    `split` says along which side of the tile the two consumer warpgroups share it, `group_m` how many tiles high the columns of
-    tiles are that CTAs walk together. With `stream_k`, tiles are cut along K when that saves more than `fixup_steps` steps (of
-    `tile_k`) of the slowest CTA; pieces have at least `min_steps` steps.
+    `split` says along which side of the tile the `consumers` (warpgroups that multiply) share it, `group_rows` how many rows
+    high the columns of tiles are that CTAs walk together. With `stream_k`, the tiles that do not fill a wave and `shared_waves`
+    waves more are cut along K when that saves over `fixup_steps` steps (of `tile_k`) of the slowest CTA; pieces have at least
+    `min_steps` steps.
     """
 
     tile_m: int
     tile_n: int
     tile_k: int = 64
+    consumers: int = 2
     split: Literal["m", "n"] = "m"
-    group_m: int = 8
+    group_rows: int = 2048
     stream_k: bool = True
+    shared_waves: int = 1
     fixup_steps: int = 8
     min_steps: int = 2
 
@@ -36,12 +41,16 @@ class GemmConfig:
             raise ValueError(f"{self}: a consumer's {self.wg_m} x {self.wg_n} is not made of 64 x 64 blocks")
 
     @property
+    def group_m(self) -> int:
+        return max(1, self.group_rows // self.tile_m)
+
+    @property
     def wg_m(self) -> int:
-        return self.tile_m // 2 if self.split == "m" else self.tile_m
+        return self.tile_m // self.consumers if self.split == "m" else self.tile_m
 
     @property
     def wg_n(self) -> int:
-        return self.tile_n // 2 if self.split == "n" else self.tile_n
+        return self.tile_n // self.consumers if self.split == "n" else self.tile_n
 
     def stages(self, swiglu: bool) -> int:
         """As many stages of A and B as fit into shared memory.
@@ -56,20 +65,41 @@ class GemmConfig:
         return stages
 
 
-def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> GemmConfig:
-    """The tuned configuration of the nearest tuned M for this N and K, else `default_gemm_config`."""
-    return default_gemm_config(m, n, swiglu=swiglu)
+def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool) -> GemmConfig:
+    """The configuration tuned for this N and K and the nearest M that is no smaller (else the largest); else the rule's."""
+    return _tuned("gemm", device_kind, m, n, k, swiglu) or default_config(m, swiglu=swiglu)
 
 
-def default_gemm_config(m: int, n: int, *, swiglu: bool) -> GemmConfig:
-    """The rule for shapes that nobody tuned: the tile as high as M allows up to 256 rows, 128 x 256 elements at most."""
+def grouped_gemm_config(device_kind: str, m: int, n: int, k: int, *, experts: int, swiglu: bool) -> GemmConfig:
+    """As `gemm_config` among those tuned for grouped products; the rule looks at the mean group."""
+    return _tuned("grouped_gemm", device_kind, m, n, k, swiglu) or default_config(max(1, m // experts), swiglu=swiglu)
+
+
+def default_config(m: int, *, swiglu: bool) -> GemmConfig:
+    """The rule for shapes that nobody tuned: a tile as high as M, up to 256 rows (128 with two products), 128 columns wide.
+
+    Few rows mean few tiles, each the shared work of several CTAs; narrow tiles have fewer sharers.
+    """
     if m <= 64:
-        return GemmConfig(tile_m=64, tile_n=128, split="n")
-    if m <= 128 or swiglu:
+        return GemmConfig(tile_m=64, tile_n=64, consumers=1, shared_waves=0)
+    if m <= 128:
+        return GemmConfig(tile_m=128, tile_n=64, shared_waves=0)
+    if m <= 1024 or swiglu:
         return GemmConfig(tile_m=128, tile_n=128)
     return GemmConfig(tile_m=256, tile_n=128)
 
 
-def grouped_gemm_config(device_kind: str, m: int, n: int, k: int, *, experts: int, swiglu: bool) -> GemmConfig:
-    """As `gemm_config`, for the mean group."""
-    return default_gemm_config(max(1, m // experts), n, swiglu=swiglu)
+def _tuned(kernel: str, device_kind: str, m: int, n: int, k: int, swiglu: bool) -> GemmConfig | None:
+    entries = [e for e in load(device_kind).get(kernel, ()) if (e["n"], e["k"], e["swiglu"]) == (n, k, swiglu)]
+    if not entries:
+        return None
+    nearest = min(entries, key=lambda e: (e["m"] < m, abs(e["m"] - m)))
+    return GemmConfig(**nearest["config"])
+
+
+@functools.cache
+def load(device_kind: str) -> dict[str, Any]:
+    """The tuned table of a device: for each kernel entries {m, n, k, swiglu, config} and what was measured; {} without one."""
+    if device_kind not in TABLES:
+        return {}
+    return json.loads(resources.files("pallas_kernels").joinpath("tunings", TABLES[device_kind]).read_text())

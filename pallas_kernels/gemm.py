@@ -1,7 +1,8 @@
 """C = A B on exactly `num_sms` SMs of a Hopper GPU, bf16 in and out, float32 accumulation, with the epilogues models need.
 
-Who does what is a table made on the host by `schedule`: it cuts the work into equal shares, wave boundary or not (stream-K), and
-says whose partial sums a CTA must add. Sums are added in a fixed order, so results repeat bit for bit. SwiGLU keeps two accumulators, one for the gate's columns and one for the same columns of up, so weights need no interleaving.
+Who does what is a table made on the host by `schedule`: it cuts the work into equal shares, wave boundary or not (stream-K),
+and says whose partial sums a CTA must add. Sums are added in a fixed order, so results repeat bit for bit. SwiGLU keeps two
+accumulators, one for the gate's columns and one for the same columns of up, so weights need no interleaving.
 """
 
 import functools
@@ -18,12 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _mosaic, _tuning
-from pallas_kernels._gemm_pipeline import BLOCK, CONSUMERS, Segment, activate, block, consumer_offset, multiply
+from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
 # Columns of a partial sum that lie together in memory: what a warp holds of them, 8 rows of 32 bytes, is then contiguous.
 _SLAB = 8
+# jax before 0.11 wants an index beside the reference, from then on it warns of one.
+_NO_INDEX: Any = () if jax.__version_info__ >= (0, 11) else ((),)
 # Fields of a segment in the schedule.
 _M, _N, _K_BEGIN, _K_STEPS, _SOURCES, _PARTIAL = range(6)
 
@@ -44,8 +47,8 @@ def gemm(
 
     Raises:
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
-      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples of 64
-        are fastest: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
+      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples of
+        64 are much faster: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = _check(a, b, bias, residual, swiglu)
@@ -53,7 +56,7 @@ def gemm(
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
     if config is None:
-        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms)
+        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu)
     out = _gemm(
         a,
         b,
@@ -89,11 +92,11 @@ def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swigl
 def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
     """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
 
-    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile, and come first: all CTAs then
-    walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave, and
-    one wave more, are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a tile starts
-    its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of all and adds the
-    partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
+    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile and come first: all CTAs then
+    walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave and
+    `shared_waves` waves more are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a
+    tile starts its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of all
+    and adds the partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
     """
     tiles = _tile_order(m_tiles, n_tiles, config.group_m)
     shared = _shared_tiles(len(tiles), k_steps, num_sms, config)
@@ -117,7 +120,7 @@ def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: Gem
 
 
 def _tile_order(m_tiles: int, n_tiles: int, group_m: int) -> list[tuple[int, int]]:
-    """Columns of up to `group_m` tiles, side by side, there and back: tiles in flight together share rows of A and columns of B."""
+    """Columns of up to `group_m` tiles, side by side, there and back: tiles in flight share rows of A and columns of B."""
     order = []
     for group, top in enumerate(range(0, m_tiles, group_m)):
         columns = range(n_tiles) if group % 2 == 0 else reversed(range(n_tiles))
@@ -130,21 +133,25 @@ def _shared_tiles(tiles: int, k_steps: int, num_sms: int, config: GemmConfig) ->
     waves, rest = divmod(tiles, num_sms)
     if not rest or not config.stream_k:
         return 0
-    shared = rest + (num_sms if waves else 0)
+    shared = rest + num_sms * min(waves, config.shared_waves)
     whole_cost = (waves + 1) * k_steps
     cut_cost = tiles * k_steps / num_sms + config.fixup_steps
     return shared if cut_cost < whole_cost else 0
 
 
 def _cuts(tiles: int, k_steps: int, num_sms: int, min_steps: int) -> list[int]:
-    """Bounds of the CTAs' equal shares of `tiles` laid end to end; a cut closer than `min_steps` to a tile's border moves there."""
+    """Bounds of the CTAs' equal shares of `tiles` laid end to end; a cut within `min_steps` of a tile's border moves there.
+
+    Where there are fewer steps than CTAs the last CTAs get none: those that share a tile must follow each other.
+    """
     total = tiles * k_steps
+    sharers = max(1, min(num_sms, total))
     bounds = []
-    for i in range(num_sms + 1):
-        tile, step = divmod(i * total // num_sms, k_steps)
+    for i in range(sharers + 1):
+        tile, step = divmod(i * total // sharers, k_steps)
         step = 0 if step < min_steps else k_steps if k_steps - step < min_steps else step
         bounds.append(tile * k_steps + step)
-    return bounds
+    return bounds + [total] * (num_sms - sharers)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_sms", "interpreted"), inline=True)
@@ -180,7 +187,7 @@ def _gemm(
         ),
         name="gemm",
         num_sms=num_sms,
-        warpgroups=CONSUMERS + 1,
+        warpgroups=config.consumers + 1,
         approx_math=True,
     )(*inputs)
     return out[:m, :n] if interpreted else out
@@ -188,9 +195,9 @@ def _gemm(
 
 def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
     return {
-        "blocks": _mosaic.swizzled_smem((CONSUMERS, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
-        "bias": plgpu.SMEM((CONSUMERS, halves, config.wg_n), dtype) if bias else None,
-        "landed": plgpu.Barrier(num_barriers=CONSUMERS) if bias or residual else None,
+        "blocks": _mosaic.swizzled_smem((config.consumers, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
+        "bias": plgpu.SMEM((config.consumers, halves, config.wg_n), dtype) if bias else None,
+        "landed": plgpu.Barrier(num_barriers=config.consumers) if bias or residual else None,
     }
 
 
@@ -219,13 +226,13 @@ def _write_or_share(
     totals: list[Array],
     staging: dict[str, Any],
 ) -> None:
-    """Leaves the sums of a partial segment to the CTA that owns the tile; an owner adds its sources' sums in order and writes."""
+    """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
     cta, wg = lax.axis_index("sm"), lax.axis_index("wg")
     down, _ = consumer_offset(config)
     first = wg * (config.wg_n // _SLAB) if config.split == "n" else 0
     sources, partial = segment.extra
     # The interpreter runs CTAs in order of their index and has no semaphores.
-    done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], CONSUMERS)))
+    done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], config.consumers)))
 
     def slabs(owner: Array, half: int) -> list[Any]:
         return [partials.at[owner, half, first + j, pl.ds(down, config.wg_m)] for j in range(config.wg_n // _SLAB)]
@@ -240,21 +247,20 @@ def _write_or_share(
 
     @pl.when(partial == 0)
     def _() -> None:
-        def add(i: Array, totals: list[Array]) -> list[Array]:
+        def add(half: int, i: Array, total: Array) -> Array:
             source = cta - sources + i
             if done is not None:
                 plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
-            return [
-                total + lax.concatenate([_load_global(slab, interpreted) for slab in slabs(source, half)], 1)
-                for half, total in enumerate(totals)
-            ]
+            return total + lax.concatenate([_load_global(slab, interpreted) for slab in slabs(source, half)], 1)
 
-        write(segment, lax.fori_loop(0, sources, add, totals), staging=staging)
+        # One half after the other: the registers do not hold both halves and what is loaded for both.
+        summed = [lax.fori_loop(0, sources, functools.partial(add, half), total) for half, total in enumerate(totals)]
+        write(segment, summed, staging=staging)
 
 
 def _load_global(ref: Any, interpreted: bool) -> Array:
     """Global memory to registers, where two neighbours of a row are all that a thread reads at once."""
-    return ref[...] if interpreted else plgpu.load(ref, optimized=False)
+    return ref[...] if interpreted else plgpu.load(ref, *_NO_INDEX, optimized=False)
 
 
 def _write_blocks(
@@ -271,7 +277,7 @@ def _write_blocks(
     down, right = consumer_offset(config)
     top, left = segment.row + down, segment.column + right
     blocks_smem, bias_smem = staging["blocks"].at[wg], staging["bias"]
-    landed = None if staging["landed"] is None else staging["landed"].at[wg]
+    landed: Any = None if staging["landed"] is None else staging["landed"].at[wg]
     if bias is not None:
         columns = pl.ds(left, config.wg_n)
         for half in range(len(totals)):

@@ -1,9 +1,9 @@
 """Rows sorted by expert, each times its expert's matrix, on exactly `num_sms` SMs of a Hopper GPU.
 
-Group sizes are data on the device, so every warpgroup finds its tiles itself: tiles are counted expert after expert, a CTA takes
-every `num_sms`-th, and since its count only grows it passes over the sizes once. TMA copies start at multiples of eight rows, so
-a group's first tile starts up to seven rows early; rows of other groups are computed along and not stored. Nothing is added
-across CTAs, so results repeat bit for bit.
+Group sizes are data on the device, so every warpgroup finds its tiles itself: tiles are counted expert after expert, a CTA
+takes every `num_sms`-th, and since its count only grows it passes over the sizes once. TMA copies start at multiples of eight
+rows, so a group's first tile starts up to seven rows early; rows of other groups are computed along and not stored. Nothing is
+added across CTAs, so results repeat bit for bit.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _mosaic, _tuning
-from pallas_kernels._gemm_pipeline import BLOCK, CONSUMERS, Segment, activate, block, consumer_offset, multiply
+from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
 from pallas_kernels._tuning import GemmConfig
 
 _ROWS = 8  # rows of A at whose multiples a TMA copy into swizzled shared memory may start
@@ -37,8 +37,8 @@ def grouped_gemm(
 ) -> Float[Array, "M N_out"]:
     """Each row of x times its expert's matrix, then silu(gate) * up with `swiglu` (w is [E, K, 2, N]).
 
-    `group_sizes` counts the rows of each expert, in order; rows behind the last group are undefined. `config` replaces the tuned
-    or default tiling.
+    `group_sizes` counts the rows of each expert, in order; rows behind the last group are undefined. `config` replaces the
+    tuned or default tiling.
 
     Raises:
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.grouped_gemm` runs anywhere.
@@ -77,8 +77,8 @@ def _grouped_gemm(x: Array, w: Array, group_sizes: Array, *, config: GemmConfig,
         walk = functools.partial(_walk, sizes, n_tiles, k_steps, num_sms, config)
         write = functools.partial(_write_rows, out, config)
         staging = {
-            "blocks": _mosaic.swizzled_smem((CONSUMERS, BLOCK, BLOCK), x.dtype, global_minor=n),
-            "rows": plgpu.SMEM((CONSUMERS, BLOCK, BLOCK), x.dtype),
+            "blocks": _mosaic.swizzled_smem((config.consumers, BLOCK, BLOCK), x.dtype, global_minor=n),
+            "rows": plgpu.SMEM((config.consumers, BLOCK, BLOCK), x.dtype),
         }
         multiply(walk, x_ref, w_ref, halves, write, config, staging=staging)
 
@@ -87,7 +87,7 @@ def _grouped_gemm(x: Array, w: Array, group_sizes: Array, *, config: GemmConfig,
         jax.ShapeDtypeStruct((m, stored), x.dtype),
         name="grouped_gemm",
         num_sms=num_sms,
-        warpgroups=CONSUMERS + 1,
+        warpgroups=config.consumers + 1,
         approx_math=True,
     )(group_sizes, x, w)
     return out[:, :n] if interpreted else out

@@ -1,7 +1,9 @@
-"""Benchmark cases of the GEMMs: the projections of the models we serve, as one rank of their tensor parallelism sees them."""
+"""GEMMs of the models we serve, as one rank of their tensor parallelism sees them, beside cuBLAS and jax.lax.ragged_dot."""
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,9 +17,11 @@ from pallas_kernels.bench import parallel, timing
 from pallas_kernels.gemm import gemm
 from pallas_kernels.grouped_gemm import grouped_gemm
 
-ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
-BASELINES = ("cublas", "xla")
-_CUBLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
+ROWS = {"gemm": (64, 128, 256, 512, 1024, 2048, 4096), "grouped_gemm": (256, 1024, 4096)}
+SKEWS = {"gemm": ((),), "grouped_gemm": ((1,) * 8, (4,) * 4 + (1,) * 4)}
+BASELINE = {"gemm": "cublas", "grouped_gemm": "lax.ragged_dot"}
+# XLA would also try its Triton kernels; the figure beside ours is cuBLAS's own.
+_OPTIONS = {"cublas": {"xla_gpu_enable_triton_gemm": False}, "lax.ragged_dot": {}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,10 @@ class Projection:
     n: int
     swiglu: bool = False
     experts: int = 0
+
+    @property
+    def kernel(self) -> str:
+        return "grouped_gemm" if self.experts else "gemm"
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -44,7 +52,8 @@ class Projection:
         return 2.0 * (m * self.k + weights + m * self.n)
 
 
-# Llama-3-8B on one GPU (Mixtral has its qkv and o), Llama-3-70B and Qwen2-72B on 4 and on 8 (the same qkv and o).
+# Llama-3-8B on one GPU (Mixtral has its qkv and o), Llama-3-70B and Qwen2-72B on 4 and on 8 (the same qkv and o). Qwen2's d_ff
+# is no multiple of 64 per rank: "padded" is what a loader makes of it by adding columns of zeros.
 PROJECTIONS = (
     Projection(name="8b gate_up", k=4096, n=14336, swiglu=True),
     Projection(name="8b down", k=14336, n=4096),
@@ -62,6 +71,10 @@ PROJECTIONS = (
     Projection(name="qwen72b/4 down", k=7392, n=8192),
     Projection(name="qwen72b/8 gate_up", k=8192, n=3696, swiglu=True),
     Projection(name="qwen72b/8 down", k=3696, n=8192),
+    Projection(name="qwen72b/4 gate_up padded", k=8192, n=7424, swiglu=True),
+    Projection(name="qwen72b/4 down padded", k=7424, n=8192),
+    Projection(name="qwen72b/8 gate_up padded", k=8192, n=3712, swiglu=True),
+    Projection(name="qwen72b/8 down padded", k=3712, n=8192),
 )
 EXPERTS = (
     Projection(name="mixtral gate_up", k=4096, n=14336, swiglu=True, experts=8),
@@ -97,7 +110,50 @@ class Job:
 def group_sizes(m: int, skew: Sequence[int]) -> list[int]:
     """`m` rows over experts in proportion to `skew`, to the row."""
     bounds = [m * sum(skew[:i]) // sum(skew) for i in range(len(skew) + 1)]
-    return [high - low for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [high - low for low, high in itertools.pairwise(bounds)]
+
+
+def benchmark(
+    kernel: str,
+    num_sms: Sequence[int],
+    *,
+    rows: Sequence[int] = (),
+    names: str = "",
+    sustained: bool = False,
+    workers: int = 12,
+) -> Iterator[timing.Row]:
+    """`kernel` ("gemm" or "grouped_gemm") as tuned, on each number of SMs, beside its baseline.
+
+    `rows` replaces the usual numbers of rows, `names` keeps projections whose name contains it. With `sustained`, a case that
+    runs a quarter of a millisecond or longer is repeated for a second and a half at the power limit, and so is the baseline.
+    """
+    projections = [p for p in (EXPERTS if kernel == "grouped_gemm" else PROJECTIONS) if names in p.name]
+    variants = (Variant(BASELINE[kernel]), *(Variant(str(n), n) for n in num_sms))
+    jobs = [Job(p, m, variants, skew) for m in rows or ROWS[kernel] for p in projections for skew in SKEWS[kernel]]
+    for job, seconds in measure(jobs, workers=workers):
+        rows_of_job = [_row(job, v, seconds) for v in variants[1:]]
+        yield from rows_of_job
+        if sustained and rows_of_job[0].seconds >= 250e-6:
+            for v in variants[:2]:
+                held = timing.sustained(_function(job, v), _inputs(job))
+                yield dataclasses.replace(rows_of_job[0], kernel=f"{kernel} {v.name}", baseline="", sustained=held)
+
+
+def _row(job: Job, v: Variant, seconds: dict[str, Any]) -> timing.Row:
+    baseline = BASELINE[job.projection.kernel]
+    errors = [s for s in (seconds.get("error"), seconds.get(v.name), seconds.get(baseline)) if isinstance(s, str)]
+    ours, theirs = (s if isinstance(s := seconds.get(name), float) else math.nan for name in (v.name, baseline))
+    return timing.Row(
+        kernel=job.projection.kernel,
+        case=job.label,
+        num_sms=v.num_sms,
+        seconds=ours,
+        flops=job.projection.flops(job.m),
+        hbm_bytes=job.projection.hbm_bytes(job.m),
+        baseline=baseline,
+        baseline_seconds=theirs,
+        note=" ".join(errors),
+    )
 
 
 def measure(jobs: Sequence[Job], *, workers: int, compile_seconds: float = 600.0) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -118,10 +174,9 @@ def _prepare(job: Job, quiet: AbstractContextManager[Any]) -> _Prepared:
     prepared = _Prepared({}, {}, jax.jit(functools.partial(_inputs, job)).lower().compile())
     for v in job.variants:
         try:
-            if v.name in BASELINES:
+            if v.name in _OPTIONS:
                 with quiet:
-                    options = _CUBLAS_ONLY if v.name == "cublas" else None
-                    prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job), compiler_options=options)
+                    prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job), compiler_options=_OPTIONS[v.name])
             else:
                 prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job))
         except Exception as error:  # a configuration that does not compile is a result too
@@ -135,7 +190,7 @@ def _measure(job: Job, prepared: _Prepared) -> dict[str, Any]:
 
 def _function(job: Job, v: Variant) -> Callable[..., jax.Array]:
     p = job.projection
-    if v.name in BASELINES:
+    if v.name in _OPTIONS:
         return _xla_ragged_dot if p.experts else _xla_dot
     kernel = grouped_gemm if p.experts else gemm
     return functools.partial(kernel, swiglu=p.swiglu, num_sms=v.num_sms, config=v.config)

@@ -1,4 +1,4 @@
-"""Compiles on all cores, measures one at a time: benchmarks have hundreds of kernels, and compiling takes far longer than timing."""
+"""Compiles on all cores, measures one at a time: hundreds of kernels take far longer to compile than to time."""
 
 import multiprocessing
 import time
@@ -18,9 +18,9 @@ def run(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields each job, in order, with `measure(job, prepare(job, quiet))`, or with the exception of a job that failed.
 
-    Preparation runs in `workers` processes at once and stops after `compile_seconds`; jobs not prepared by then are left out. One
-    of them at a time can hold `quiet`, for what times things itself. Measuring starts when all are done, one job at a time, with
-    every other process asleep: what runs beside disturbs launches.
+    Preparation runs in `workers` processes at once and stops after `compile_seconds`; jobs not prepared by then are left out.
+    One of them at a time can hold `quiet`, for what times things itself. Measuring starts when all are done, one job at a time,
+    with every other process asleep: what runs beside disturbs launches.
     """
     context = multiprocessing.get_context("spawn")
     workers = min(workers, len(jobs))

@@ -2,9 +2,9 @@
 
 A measurement runs a *chain*: one compiled program that calls the function `calls` times in a row, each call on the next of
 several input sets (together larger than the L2 cache, so weights and pages come from HBM) and each after the one before. Chains
-are launched back to back, several deep, and the time of a call is the whole time divided by all calls: it holds everything a call
-launches, memory clearing and gaps included, and of the host only the first launch. Functions under comparison take turns, so that
-clock and temperature drift hit all of them. The host must be idle otherwise, or it falls behind the device.
+are launched back to back, several deep, and the time of a call is the whole time divided by all calls: it holds everything a
+call launches, memory clearing and gaps included, and of the host only the first launch. Functions under comparison take turns,
+so that clock and temperature drift hit all of them. The host must be idle otherwise, or it falls behind the device.
 """
 
 import dataclasses
@@ -187,17 +187,23 @@ def versions() -> dict[str, str]:
     return {name: found[name] for name in names if name in found}
 
 
+def header() -> str:
+    return (
+        f"{'kernel':20s} {'case':38s} {'SMs':>3s} {'us':>8s} {'TFLOP/s':>7s} {'TB/s':>5s} {'roof':>5s}"
+        f" {'baseline':>23s} {'ratio':>5s} sustained"
+    )
+
+
+def line(r: Row) -> str:
+    """A row for people: microseconds, the rate in both units, percent of the roofline, the baseline and energy."""
+    rate = f"{r.flops / r.seconds / 1e12:7.0f} {r.hbm_bytes / r.seconds / 1e12:5.2f} {100 * r.roofline:4.0f}%"
+    beside = f"{r.baseline:>14s} {1e6 * r.baseline_seconds:8.1f} {r.speedup:5.2f}" if r.baseline else " " * 29
+    return f"{r.kernel:20s} {r.case:38s} {r.num_sms:3d} {1e6 * r.seconds:8.1f} {rate} {beside} {_energy(r)} {r.note}".rstrip()
+
+
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people: microseconds, the rate in both units, percent of the roofline, the baseline and energy."""
-    lines = [
-        f"{'kernel':16s} {'case':38s} {'SMs':>3s} {'us':>8s} {'TFLOP/s':>7s} {'TB/s':>5s} {'roof':>5s}"
-        f" {'baseline':>22s} {'ratio':>5s} {'sustained':>34s}"
-    ]
-    for r in rows:
-        rate = f"{r.flops / r.seconds / 1e12:7.0f} {r.hbm_bytes / r.seconds / 1e12:5.2f} {100 * r.roofline:4.0f}%"
-        beside = f"{r.baseline:>13s} {1e6 * r.baseline_seconds:8.1f} {r.speedup:5.2f}" if r.baseline else " " * 28
-        lines.append(f"{r.kernel:16s} {r.case:38s} {r.num_sms:3d} {1e6 * r.seconds:8.1f} {rate} {beside} {_energy(r)} {r.note}")
-    return "\n".join(line.rstrip() for line in lines)
+    """Header and rows."""
+    return "\n".join([header(), *map(line, rows)])
 
 
 def _energy(r: Row) -> str:

@@ -1,0 +1,75 @@
+"""Times the kernels on the GPU at hand, beside what XLA offers for the same work.
+
+    python -m pallas_kernels.bench [kernel ...] [--num-sms 132,100,48] [--rows 512,2048] [--names 8b] [--sustained]
+
+Inputs are random normal and rotate through more memory than the L2 cache holds. The table is for people; the last line of
+standard output is one JSON object with every figure, the device and the versions.
+"""
+
+import argparse
+import importlib
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+
+from pallas_kernels import _mosaic
+from pallas_kernels.bench import timing
+
+# Each module has `benchmark(kernel, num_sms, ...) -> rows`.
+MODULES = {
+    "gemm": "pallas_kernels.bench.gemm",
+    "grouped_gemm": "pallas_kernels.bench.gemm",
+    "decode_attention": "pallas_kernels.bench.attention",
+    "prefill_attention": "pallas_kernels.bench.attention",
+    "append_kv": "pallas_kernels.bench.attention",
+}
+
+
+def integers(text: str) -> list[int]:
+    return [int(field) for field in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; all of them without this")
+    parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
+    parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
+    parser.add_argument("--names", default="", help="GEMMs: only projections whose name contains this")
+    parser.add_argument("--workers", type=int, default=12, help="GEMMs: processes that compile")
+    parser.add_argument("--sustained", action="store_true", help="also run a second or more at the power limit: joules")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.kernels) - set(MODULES))
+    if unknown:
+        parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(MODULES)}")
+    device = _mosaic.require_hopper("gemm", 1)
+    num_sms = options.num_sms or [device.num_sms]
+    rows = []
+    print(timing.header())
+    for kernel in options.kernels or MODULES:
+        for row in _benchmark(kernel, num_sms, options):
+            print(timing.line(row), flush=True)
+            rows.append(row)
+    for kernel, ratio in _means(rows):
+        print(f"{kernel}: geometric mean of baseline time over kernel time {ratio:.3f}")
+    print(timing.json_line(rows, command=" ".join(sys.argv[1:]), inputs="random normal bfloat16"))
+
+
+def _benchmark(kernel: str, num_sms: Sequence[int], options: argparse.Namespace) -> Iterator[timing.Row]:
+    benchmark = importlib.import_module(MODULES[kernel]).benchmark
+    if not kernel.endswith("gemm"):
+        return benchmark(kernel, num_sms, sustained=options.sustained)
+    return benchmark(
+        kernel, num_sms, rows=options.rows, names=options.names, sustained=options.sustained, workers=options.workers
+    )
+
+
+def _means(rows: Sequence[timing.Row]) -> Iterator[tuple[str, float]]:
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        ratios = [r.speedup for r in rows if r.kernel == kernel and r.baseline and not math.isnan(r.speedup)]
+        if ratios:
+            yield kernel, statistics.geometric_mean(ratios)
+
+
+if __name__ == "__main__":
+    main()

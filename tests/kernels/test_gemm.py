@@ -1,0 +1,279 @@
+"""gemm: its schedule as data, the kernel interpreted on the CPU, compiled for an H200 without one, and run on a GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import UnsupportedDeviceError, _tuning, gemm, reference
+from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
+from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.gemm import schedule
+from tests.kernels import aot
+from tests.kernels.interpret import interpreted
+
+# Tiles are cut along K whenever the tiles do not fill a wave, into pieces as short as one step.
+_CUT = {"fixup_steps": 0, "min_steps": 1}
+_64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, **_CUT)
+_64X128 = GemmConfig(tile_m=64, tile_n=128, split="n", **_CUT)
+_128X128 = GemmConfig(tile_m=128, tile_n=128, **_CUT)
+
+
+def _operands(
+    m: int, k: int, n: int, *, swiglu: bool = False, bias: bool = False, residual: bool = False, seed: int = 0
+) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
+    def normal(key: int, *shape: int, scale: float = 1.0) -> jax.Array:
+        x = jax.random.normal(jax.random.fold_in(jax.random.key(seed), key), shape, jnp.float32)
+        return (x * scale).astype(jnp.bfloat16)
+
+    columns = (2, n) if swiglu else (n,)
+    extra: dict[str, Any] = {"swiglu": swiglu}
+    if bias:
+        extra["bias"] = normal(2, *columns)
+    if residual:
+        extra["residual"] = normal(3, m, n)
+    return (normal(0, m, k), normal(1, k, *columns, scale=k**-0.5)), extra
+
+
+def _assert_matches_reference(out: Any, operands: tuple[jax.Array, jax.Array], extra: dict[str, Any]) -> None:
+    def widen(x: Any) -> Any:
+        return x.astype(jnp.float32) if isinstance(x, jax.Array) else x
+
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(reference.gemm, swiglu=extra["swiglu"]))(
+            *map(widen, operands), **{name: widen(x) for name, x in extra.items() if name != "swiglu"}
+        )
+    # The sums are float32 like the reference's; what differs is the rounding of the result, and that of silu's exp.
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want), rtol=2**-7, atol=2**-10)
+
+
+def _interpret(operands: Any, extra: Any, *, num_sms: int, config: GemmConfig, **mode: bool) -> np.ndarray:
+    with interpreted(**mode):
+        return np.asarray(gemm(*operands, **extra, num_sms=num_sms, config=config).astype(jnp.float32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    m_tiles=st.integers(1, 9),
+    n_tiles=st.integers(1, 9),
+    k_steps=st.integers(1, 40),
+    num_sms=st.integers(1, 30),
+    group_rows=st.sampled_from([64, 128, 256]),
+    shared_waves=st.integers(0, 2),
+    fixup_steps=st.integers(-40, 40),
+    min_steps=st.integers(1, 5),
+)
+def test_schedule_covers_every_step_once_and_adds_up(
+    m_tiles, n_tiles, k_steps, num_sms, group_rows, shared_waves, fixup_steps, min_steps
+):
+    config = GemmConfig(
+        tile_m=64,
+        tile_n=64,
+        consumers=1,
+        group_rows=group_rows,
+        shared_waves=shared_waves,
+        fixup_steps=fixup_steps,
+        min_steps=min_steps,
+    )
+    table = schedule(m_tiles, n_tiles, k_steps, num_sms, config)
+    done = np.zeros((m_tiles, n_tiles, k_steps), int)
+    left: dict[int, tuple[int, int, int, int]] = {}  # what each CTA leaves behind: tile and steps
+    owned = []
+    for cta, segments in enumerate(table.tolist()):
+        assert segments[-1] == [0] * 6, "every CTA's list ends"
+        live = [s for s in segments if s[3]]
+        assert segments[: len(live)] == live, "nothing behind the end"
+        for m, n, begin, steps, sources, partial in live:
+            done[m, n, begin : begin + steps] += 1
+            assert not (partial and sources)
+            if partial:
+                assert cta not in left, "one slot for a CTA's partial sum"
+                left[cta] = (m, n, begin, begin + steps)
+            else:
+                owned.append((cta, m, n, begin, sources))
+                assert begin + steps == k_steps
+    assert (done == 1).all()
+    used = []
+    for cta, m, n, begin, sources in owned:
+        parts = [left[source] for source in range(cta - sources, cta)]
+        assert [p[:2] for p in parts] == [(m, n)] * sources
+        borders = [0, *(p[3] for p in parts)]
+        assert [p[2] for p in parts] == borders[:-1], "the parts follow each other along k"
+        assert borders[-1] == begin
+        used += range(cta - sources, cta)
+    assert sorted(used) == sorted(left), "every partial sum is added once"
+
+
+def test_schedule_balances():
+    # 3.39 waves: whole tiles would take four.
+    table = schedule(8, 56, 64, 132, GemmConfig(tile_m=256, tile_n=128))
+    assert table[..., 3].sum(axis=1).max() <= 64 * 8 * 56 / 132 + 2
+    # Full waves are not cut.
+    assert not schedule(8, 33, 64, 132, GemmConfig(tile_m=256, tile_n=128))[..., 5].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "extra", "num_sms", "config"),
+    [
+        pytest.param((128, 128, 256), {}, 1, _128X128, id="two-tiles"),
+        pytest.param((128, 192, 64), {"residual": True, "bias": True}, 2, _64X64, id="residual-bias"),
+        pytest.param((64, 128, 128), {"swiglu": True}, 1, _64X128, id="swiglu"),
+    ],
+)
+def test_interpreted_without_races(shape, extra, num_sms, config):
+    operands, kwargs = _operands(*shape, **extra)
+    out = _interpret(operands, kwargs, num_sms=num_sms, config=config)
+    _assert_matches_reference(out, operands, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "extra", "num_sms", "config"),
+    [
+        # Two tiles of three steps over three CTAs: one ends a tile of the CTA before it, one leaves a partial.
+        pytest.param((64, 192, 128), {}, 3, _64X64, id="cut"),
+        # M, N and K end inside tiles.
+        pytest.param((80, 144, 80), {"swiglu": True, "bias": True}, 2, _64X128, id="ragged-swiglu"),
+        pytest.param((200, 80, 48), {"residual": True}, 3, _128X128, id="ragged-residual"),
+    ],
+)
+def test_interpreted_cut_tiles(shape, extra, num_sms, config):
+    operands, kwargs = _operands(*shape, **extra)
+    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    _assert_matches_reference(out, operands, kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_sms", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_interpreted_random_shapes(seed, num_sms):
+    rng = np.random.default_rng([seed, num_sms])
+    m, k, n = (int(rng.integers(1, limit)) * 16 for limit in (20, 20, 16))
+    config = [_64X64, _64X128, _128X128, GemmConfig(tile_m=128, tile_n=192, shared_waves=0, **_CUT)][seed]
+    flags = {name: bool(rng.integers(2)) for name in ("swiglu", "bias", "residual")}
+    operands, kwargs = _operands(m, k, n, **flags, seed=seed)
+    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    _assert_matches_reference(out, operands, kwargs)
+
+
+def test_keeps_axes_of_heads():
+    operands, kwargs = _operands(64, 64, 64)
+    heads = operands[1].reshape(64, 2, 4, 8)
+    with interpreted():
+        out = gemm(operands[0], heads, num_sms=1, config=_64X64)
+    assert out.shape == (64, 2, 4, 8)
+    _assert_matches_reference(out.reshape(64, 64), operands, kwargs)
+
+
+def test_refuses_by_name():
+    (a, b), _ = _operands(64, 64, 64)
+    with pytest.raises(UnsupportedDeviceError, match=r"pallas_kernels\.reference\.gemm"):
+        gemm(a, b, num_sms=1)
+    with interpreted(detect_races=False):
+        with pytest.raises(ValueError, match="num_sms=133"):
+            gemm(a, b, num_sms=133)
+        with pytest.raises(ValueError, match="do not multiply"):
+            gemm(a, b[:48], num_sms=1)
+        with pytest.raises(ValueError, match="float32"):
+            gemm(a, b.astype(jnp.float32), num_sms=1)
+        with pytest.raises(ValueError, match=r"\[K, 2, N\]"):
+            gemm(a, b, swiglu=True, num_sms=1)
+        with pytest.raises(ValueError, match="multiples of 16"):
+            gemm(a, b[:, :8], num_sms=1)
+        with pytest.raises(ValueError, match="residual"):
+            gemm(a, b, residual=a[:48], num_sms=1)
+
+
+def test_tuned_entries_fit_and_the_nearest_is_taken():
+    table = _tuning.load("NVIDIA H200")
+    assert table["gemm"]
+    for kernel in ("gemm", "grouped_gemm"):
+        for entry in table[kernel]:
+            assert GemmConfig(**entry["config"]).stages(entry["swiglu"]) >= 2
+    entries = [e for e in table["gemm"] if (e["n"], e["k"], e["swiglu"]) == (6144, 4096, False)]
+    by_m = {e["m"]: GemmConfig(**e["config"]) for e in entries}
+    lookup = functools.partial(_tuning.gemm_config, n=6144, k=4096, swiglu=False)
+    assert lookup("NVIDIA H200", 2048) == by_m[2048]
+    assert lookup("NVIDIA H200", 1088) == by_m[2048], "the next larger M"
+    assert lookup("NVIDIA H200", 1 << 20) == by_m[max(by_m)]
+    assert lookup("NVIDIA H100", 2048) == _tuning.default_config(2048, swiglu=False)
+    assert _tuning.gemm_config("NVIDIA H200", 128, 48, 48, swiglu=True) == _tuning.default_config(128, swiglu=True)
+
+
+def aot_cases() -> dict[str, Any]:
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def case(
+        m: int, k: int, n: int, *, num_sms: int = 132, swiglu: bool = False, bias: bool = False, residual: bool = False
+    ) -> Any:
+        columns = (2, n) if swiglu else (n,)
+
+        def run(a: jax.Array, b: jax.Array, bias: Any, residual: Any) -> jax.Array:
+            return gemm(a, b, bias=bias, residual=residual, swiglu=swiglu, num_sms=num_sms)
+
+        return run, (shape(m, k), shape(k, *columns), shape(*columns) if bias else None, shape(m, n) if residual else None)
+
+    return {
+        "64 rows": case(64, 4096, 4096),
+        "128 rows": case(128, 8192, 1280, bias=True),
+        "512 rows": case(512, 4096, 6144),
+        "1024 rows, 100 SMs": case(1024, 8192, 2560, num_sms=100, bias=True),
+        "2048 rows, residual": case(2048, 14336, 4096, residual=True),
+        "2048 rows, swiglu": case(2048, 4096, 14336, swiglu=True),
+        "64 rows, swiglu": case(64, 8192, 3584, swiglu=True),
+        "rows of 3696": case(1024, 8192, 3696, swiglu=True),
+        "4096 rows": case(4096, 8192, 2560),
+    }
+
+
+def test_compiles_without_spills():
+    for name, r in aot.resources(__name__).items():
+        assert r.spill_bytes == 0, name
+        assert r.registers <= 232, name  # what set_max_registers gives a consumer
+        assert r.smem_bytes <= SMEM_LIMIT_BYTES, name
+        assert r.smem_bytes > SMEM_LIMIT_BYTES // 2, f"{name}: two CTAs would fit on one SM"
+
+
+_REAL = [
+    (64, 4096, 4096, {}),
+    (128, 8192, 1280, {"bias": True}),
+    (512, 4096, 6144, {}),
+    (1024, 14336, 4096, {"residual": True}),
+    (2048, 4096, 14336, {"swiglu": True}),
+    (320, 8192, 3696, {"swiglu": True}),
+    (4096, 3696, 8192, {}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k", "n", "extra"), _REAL)
+def test_gpu_matches_reference_on_any_number_of_sms(m, k, n, extra):
+    operands, kwargs = _operands(m, k, n, **extra)
+    for num_sms in (132, 100, 84, 1) if m <= 128 else (132, 100, 84):
+        out = jax.jit(functools.partial(gemm, swiglu=kwargs["swiglu"], num_sms=num_sms))(
+            *operands, **{name: x for name, x in kwargs.items() if name != "swiglu"}
+        )
+        _assert_matches_reference(out, operands, kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "k", "n", "extra"), [(1024, 4096, 6144, {}), (64, 8192, 2560, {}), (512, 8192, 3584, {"swiglu": True})]
+)
+def test_gpu_repeats_bit_for_bit(m, k, n, extra):
+    operands, kwargs = _operands(m, k, n, **extra)
+    run = jax.jit(functools.partial(gemm, swiglu=kwargs["swiglu"], num_sms=124))
+
+    @jax.jit
+    def still_same(same: jax.Array, out: jax.Array, first: jax.Array) -> jax.Array:
+        return same & jnp.array_equal(out.view(jnp.uint16), first.view(jnp.uint16))
+
+    first, same = run(*operands), jnp.asarray(True)
+    for _ in range(1000):
+        same = still_same(same, run(*operands), first)
+    assert bool(same)
