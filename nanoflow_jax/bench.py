@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -29,9 +30,11 @@ from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import resolve_smollm2
 from nanoflow_jax.config import PRESETS
-from nanoflow_jax.executor.runner import RunnerConfig
+from nanoflow_jax.executor.runner import ExecutionMode, RunnerConfig
+from nanoflow_jax.kernels import KernelChoice
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.llm import LLM
+from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.request import Request, SamplingParams
 
 _HOST_PARTS = ("form_s", "launch_s", "consume_s", "wait_s")
@@ -72,7 +75,11 @@ def main(argv: list[str] | None = None) -> None:
             page_size=args.page_size,
             num_pages=args.num_pages,
             max_context=args.max_context,
+            mode=args.mode,
+            plans=read_plans(args.plan) if args.plan else None,
+            kernels=args.kernels,
         ),
+        cache_dir=args.cache_dir,
         sync=args.sync,
         models_dir=args.models_dir,
         progress=_progress_bar(),
@@ -86,7 +93,9 @@ def main(argv: list[str] | None = None) -> None:
         "requests": args.requests,
         "input_tokens": args.input,
         "output_tokens": args.output,
-        "mode": "sync" if args.sync else "async",
+        "stepping": "sync" if args.sync else "async",
+        "mode": args.mode,
+        "planned_steps": llm.engine.stats().planned_steps,
         "shapes": [[s.num_tokens, s.num_rows, s.pages_per_seq] for s in llm.engine.runner.shapes],
         "peer": peer,
         **environment(args.tp_size),
@@ -256,8 +265,8 @@ def _commit() -> str | None:
 
 def print_table(report: dict) -> None:
     columns = ("steps", "step_ms", "form_ms", "launch_ms", "consume_ms", "wait_ms", "total_tokens_per_s", "output_tokens_per_s")
-    print(f"{report['model']} on {report['device']} x {report['tp_size']}, {report['mode']}: {report['requests']} requests, "
-          f"{report['input_tokens']} tokens in, {report['output_tokens']} out")  # fmt: skip
+    print(f"{report['model']} on {report['device']} x {report['tp_size']}, {report['mode']}, {report['stepping']}: "
+          f"{report['requests']} requests, {report['input_tokens']} tokens in, {report['output_tokens']} out")  # fmt: skip
     print(" " * 10 + "".join(f"{name.replace('_tokens_per_s', ' tok/s').replace('_ms', ' ms'):>14}" for name in columns))
     rows = {"whole": report["whole"], "steady": report["steady"], **report["by_kind"]}
     for name, row in rows.items():
@@ -304,6 +313,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=defaults.page_size, help="tokens per KV page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what --input and --output need)")
+    parser.add_argument(
+        "--mode",
+        default=defaults.mode,
+        choices=get_args(ExecutionMode),
+        help="how steps are executed; all but sequential need --plan (default %(default)s)",
+    )
+    parser.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
+    parser.add_argument(
+        "--kernels",
+        default=defaults.kernels,
+        choices=("auto", *get_args(KernelChoice)),
+        help="auto: the best for the device (default)",
+    )
+    parser.add_argument("--cache-dir", type=Path, help="keep compiled steps there")
     parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
     parser.add_argument("--peer-python", metavar="PYTHON", help="also run transformers, in this interpreter, on the same load")
     args = parser.parse_args(argv)

@@ -1,8 +1,9 @@
 """The same offline load through Hugging Face transformers' batched `generate`, for comparison.
 
-Needs an interpreter with torch, transformers, accelerate and gguf, and none of this project's packages:
-`python nanoflow_jax/bench_transformers.py MODEL --input 64 --output 64 --requests 16`. `nanoflow_jax.bench` calls it with
-`--peer-python`. Float32 on the CPU, greedy, one batch, every output runs to its length. The last line is one JSON object.
+Needs an interpreter with torch, transformers, accelerate and gguf, and none of this project's packages (`-I` keeps our modules
+out of its way): `python -I nanoflow_jax/bench_transformers.py MODEL --input 64 --output 64 --requests 16`. `nanoflow_jax.bench`
+calls it with `--peer-python`. Float32 on the CPU, greedy, one batch, every output runs to its length. The last line is one JSON
+object.
 """
 
 import argparse
@@ -10,8 +11,8 @@ import json
 import time
 from pathlib import Path
 
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

@@ -13,10 +13,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
-from nanoflow_jax.runtime.llm import RunnerConfig
+from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
+from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
 from serve.address import DEFAULT_HOST, DEFAULT_PORT, Address, TcpAddress, UnixAddress
@@ -61,6 +63,19 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default=runner.memory_fraction,
         help="share of free device memory for the KV pool (default %(default)s)",
     )
+    group.add_argument(
+        "--mode",
+        default=runner.mode,
+        choices=get_args(ExecutionMode),
+        help="how steps are executed; all but sequential need --plan (default %(default)s)",
+    )
+    group.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
+    group.add_argument(
+        "--kernels",
+        default=runner.kernels,
+        choices=("auto", *get_args(KernelChoice)),
+        help="auto: the best for the device (default)",
+    )
     group.add_argument("--sync", action="store_true", help="read each step's tokens before the next is formed: a baseline")
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
@@ -99,7 +114,7 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Raises ValueError: an option is out of range."""
+    """Raises ValueError: an option is out of range, or the plan is none; OSError: the plan cannot be read."""
     runner = RunnerConfig(
         b_dense=args.b_dense,
         max_sequences=min(args.max_sequences, args.b_dense),
@@ -107,6 +122,9 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         num_pages=args.num_pages,
         max_context=args.max_context,
         memory_fraction=args.memory_fraction,
+        mode=args.mode,
+        plans=read_plans(args.plan) if args.plan else None,
+        kernels=args.kernels,
     )
     return EngineOptions(
         model=args.model,

@@ -36,8 +36,6 @@ def default_cache_dir() -> Path:
 
 def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescription]:
     """Loads the model, makes the pool, compiles every step; progress goes to standard error. Errors are those of `LLM`."""
-    if options.cache_dir is not None:
-        _keep_compiled_steps(options.cache_dir)
     if options.tp_size > 1:
         jax.config.update("jax_num_cpu_devices", options.tp_size)  # of no effect on other platforms
     dtype = options.dtype if options.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -51,6 +49,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
             options=options.runner,
             sync=options.sync,
             models_dir=options.models_dir,
+            cache_dir=options.cache_dir,
             progress=progress,
         )
     return llm.engine, describe(llm.engine, dtype, options.tp_size)
@@ -74,12 +73,6 @@ def describe(engine: Engine, dtype: str, tp_size: int) -> protocol.ModelDescript
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
     )
-
-
-def _keep_compiled_steps(directory: Path) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     models_dir: Path | None = None,
+    gathered_o_proj: bool = False,
 ) -> LoadedModel:
     """Puts a model on `mesh`, divided over its axis `tp`, with weights of `dtype`.
 
@@ -53,7 +54,7 @@ def load_model(
     """
     dtype = weight_dtype(dtype)
     opened = open_source(str(source), models_dir, needs_weights=not random_weights)
-    layout = parallel_layout(opened.config, mesh.shape[TP])
+    layout = dataclasses.replace(parallel_layout(opened.config, mesh.shape[TP]), gathered_o_proj=gathered_o_proj)
     if random_weights:
         arrays = random_parameters(opened.config, layout, mesh, dtype, seed, progress)
     else:

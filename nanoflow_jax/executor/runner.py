@@ -131,7 +131,7 @@ class ModelRunner:
       shapes: the compiled batch shapes, ascending; the last has b_dense tokens.
       num_pages: pages of the pool, the dummy page 0 included.
       pages_per_seq: columns of a block table; bounds prompt plus output of a sequence.
-      plans: the plans that a step may be launched with; empty in mode "sequential".
+      plan_set, plans: what a step may be launched with; None and empty in mode "sequential".
       num_compilations: executables compiled so far; constant once `warm_up` has returned.
     """
 
@@ -151,6 +151,7 @@ class ModelRunner:
         self.max_context = min(options.max_context or config.max_context, config.max_context)
         self.pages_per_seq = -(-self.max_context // options.page_size)
         self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq)
+        self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
         self.num_compilations = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
@@ -160,9 +161,9 @@ class ModelRunner:
         self._cache = create_kv_cache(config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
-        self._mode = options.mode
+        self._mode: ExecutionMode = options.mode
         device = mesh.devices.flat[0]
-        self._kernels = best_choice(device) if options.kernels == "auto" else options.kernels
+        self._kernels: KernelChoice = best_choice(device) if options.kernels == "auto" else options.kernels
         self._num_sms = getattr(device, "core_count", None) or 1
         self._on_gpu = device.platform == "gpu"
         self._check_plans()

@@ -13,7 +13,9 @@ from collections import deque
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch
+from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.page_allocator import PageAllocator
+from nanoflow_jax.runtime.plan_choice import choose_plan
 from nanoflow_jax.runtime.prediction import OutputLengths, peak_pages
 from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
 
@@ -21,7 +23,7 @@ from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
 @dataclasses.dataclass(frozen=True)
 class FormedStep:
     """A batch to launch, and whom its samples belong to: sample `batch_rows[i]` is the next token of `sequences[i]`, which sat
-    in table row `rows[i]` when the batch was formed."""
+    in table row `rows[i]` when the batch was formed. `plan` is the index of the plan to execute it by, None if sequentially."""
 
     batch: Batch
     num_tokens: int
@@ -30,6 +32,7 @@ class FormedStep:
     rows: np.ndarray
     sequences: np.ndarray
     num_logprobs: int
+    plan: int | None
 
 
 class Batcher:
@@ -44,11 +47,13 @@ class Batcher:
         max_sequences: int,
         max_length: int,
         num_eos: int,
+        plans: PlanSet | None = None,
     ) -> None:
         largest = shapes[-1]
         if any((a.num_rows, a.pages_per_seq) > (largest.num_rows, largest.pages_per_seq) for a in shapes):
             raise ValueError(f"the last of {shapes=} must hold what any other holds")
         self.shapes = shapes
+        self.plans = plans
         self.b_dense = largest.num_tokens
         self.page_size = page_size
         self.max_running = min(max_sequences, largest.num_rows)
@@ -79,13 +84,14 @@ class Batcher:
         decoding = self._grow_decoding()
         budget = self.b_dense - decoding.size
         self._admit(budget)
+        plan, budget = self._choose_plan(decoding.size, budget)
         prefilling, chunks = self._prefill_chunks(budget)
         num_tokens = decoding.size + int(chunks.sum())
         if num_tokens == 0:
             return None
         rows = np.concatenate((decoding, prefilling))
         lengths = np.concatenate((np.ones_like(decoding), chunks))
-        batch = self._fill(rows, lengths, decoding.size, num_tokens)
+        batch = self._fill(rows, lengths, decoding.size, plan)
         table.kv_len[rows] += lengths
         batch_rows = np.flatnonzero(table.kv_len[rows] >= table.target[rows])
         sampled = rows[batch_rows]
@@ -102,6 +108,7 @@ class Batcher:
             rows=sampled,
             sequences=table.sequences[sampled],
             num_logprobs=int(table.num_logprobs[sampled].max(initial=0)),
+            plan=plan,
         )
 
     def check_integrity(self) -> None:
@@ -232,22 +239,40 @@ class Batcher:
                 return shape
         raise AssertionError(f"no shape holds {num_tokens=} {num_rows=} {num_pages=}")
 
-    def _fill(self, rows: np.ndarray, lengths: np.ndarray, num_decode: int, num_tokens: int) -> Batch:
-        """The arrays of a step in which row i computes `lengths[i]` tokens after its kv_len; the first `num_decode` decode."""
+    def _choose_plan(self, num_decode: int, budget: int) -> tuple[int | None, int]:
+        """The plan of a step with `num_decode` decoding rows, and the prompt tokens that it takes."""
+        filling = self.table.phase == Phase.PREFILL
+        wanted = min(budget, int((self.table.target[filling] - self.table.kv_len[filling]).sum()))
+        return (None, wanted) if self.plans is None else choose_plan(self.plans, num_decode, wanted)
+
+    def _fill(self, rows: np.ndarray, lengths: np.ndarray, num_decode: int, plan: int | None) -> Batch:
+        """The arrays of a step in which row i computes `lengths[i]` tokens after its kv_len; the first `num_decode` decode.
+
+        Prompt tokens follow the decoding ones at once, or begin where `plan` has them.
+        """
         table = self.table
+        num_tokens = int(lengths.sum())
         columns = int(table.num_pages[rows].max())
-        shape = self._shape_for(num_tokens, rows.size, columns)
+        first_prompt = num_decode
+        if plan is None or self.plans is None:
+            shape = self._shape_for(num_tokens, rows.size, columns)
+        else:
+            first_prompt = self.plans.plans[plan].decode_tokens
+            shape = self._shape_for(self.plans.plans[plan].b_dense, rows.size, columns)
         batch = empty_batch(shape)
         starts = np.cumsum(lengths) - lengths
         token_row = np.repeat(rows, lengths)
         positions = np.arange(num_tokens) - np.repeat(starts - table.kv_len[rows], lengths)
+        place = np.arange(num_tokens)
+        place[num_decode:] += first_prompt - num_decode
+        starts[num_decode:] += first_prompt - num_decode
         batch.num_decode[...] = num_decode  # pyright: ignore[reportIndexIssue]
         batch.token_rows[:num_decode] = rows[:num_decode]
         prompt = slice(num_decode, num_tokens)
-        batch.token_ids[prompt] = table.tokens[token_row[prompt], positions[prompt]]
-        batch.positions[:num_tokens] = positions
+        batch.token_ids[place[prompt]] = table.tokens[token_row[prompt], positions[prompt]]
+        batch.positions[place] = positions
         page, offset = np.divmod(positions, self.page_size)
-        batch.slots[:num_tokens] = table.block_tables[token_row, page] * self.page_size + offset
+        batch.slots[place] = table.block_tables[token_row, page] * self.page_size + offset
         batch.kv_lens[: rows.size] = table.kv_len[rows] + lengths
         batch.q_starts[: rows.size] = starts
         batch.q_lens[: rows.size] = lengths

@@ -14,6 +14,7 @@ import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape, pack
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.request import Request, SamplingParams
 
@@ -32,9 +33,10 @@ class NullRunner:
         self.pages_per_seq = -(-config.max_context // page_size)
         self.shapes = (BatchShape(b_dense, max_sequences, self.pages_per_seq),)
         self.num_compilations = 0
+        self.plan_set: PlanSet | None = None
         self.pack_s = 0.0
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> SimpleNamespace:
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> SimpleNamespace:
         start = time.thread_time()
         pack(batch)
         self.pack_s = time.thread_time() - start

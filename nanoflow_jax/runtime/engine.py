@@ -13,6 +13,7 @@ import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.batcher import Batcher, FormedStep
 from nanoflow_jax.runtime.request import (
     FinishReason,
@@ -40,15 +41,17 @@ class Runner(Protocol):
     max_context: int
     max_sequences: int
     num_compilations: int
+    plan_set: PlanSet | None
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> Any: ...
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> Any: ...
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and the present state. Seconds are the host's.
 
     Attributes:
-      steps, batch_tokens: steps launched and the tokens they computed; `padded_tokens` is the size of their shapes.
+      steps, batch_tokens: steps launched and the tokens they computed; `planned_steps` were executed by a plan;
+      `padded_tokens` is the size of their shapes.
       prompt_tokens: prompt tokens of admitted requests; `prefill_tokens` counts those computed, recomputed ones again.
       output_tokens: tokens delivered (and billed); `dropped_tokens` were computed for requests that had ended.
       finished: requests by finish reason.
@@ -56,6 +59,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     steps: int
+    planned_steps: int
     batch_tokens: int
     padded_tokens: int
     prompt_tokens: int
@@ -97,12 +101,23 @@ class Engine:
             max_sequences=runner.max_sequences,
             max_length=runner.max_context,
             num_eos=len(runner.config.eos_token_ids),
+            plans=runner.plan_set,
         )
         self._in_flight: tuple[FormedStep, Any] | None = None
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._counts = dict.fromkeys(
-            ("steps", "batch_tokens", "padded_tokens", "prompt_tokens", "prefill_tokens", "output_tokens", "dropped_tokens"), 0
+            (
+                "steps",
+                "planned_steps",
+                "batch_tokens",
+                "padded_tokens",
+                "prompt_tokens",
+                "prefill_tokens",
+                "output_tokens",
+                "dropped_tokens",
+            ),
+            0,
         )
         self._seconds = dict.fromkeys(("form_s", "launch_s", "consume_s", "wait_s"), 0.0)
         self._finished = {reason.value: 0 for reason in FinishReason}
@@ -185,9 +200,10 @@ class Engine:
         self._seconds["form_s"] += middle - start
         if formed is None:
             return None
-        handle = self.runner.launch(formed.batch, num_logprobs=formed.num_logprobs)
+        handle = self.runner.launch(formed.batch, num_logprobs=formed.num_logprobs, plan=formed.plan)
         self._seconds["launch_s"] += time.perf_counter() - middle
         self._counts["steps"] += 1
+        self._counts["planned_steps"] += formed.plan is not None
         self._counts["batch_tokens"] += formed.num_tokens
         self._counts["padded_tokens"] += formed.batch.shape.num_tokens
         self._counts["prefill_tokens"] += formed.num_prefill_tokens

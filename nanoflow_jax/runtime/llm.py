@@ -9,9 +9,13 @@ import jax
 from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import load_model
-from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
+from nanoflow_jax.executor.runner import ExecutionMode as ExecutionMode
+from nanoflow_jax.executor.runner import ModelRunner, enable_compilation_cache
+from nanoflow_jax.executor.runner import RunnerConfig as RunnerConfig
+from nanoflow_jax.kernels import KernelChoice as KernelChoice
 from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.runtime.engine import Engine
+from nanoflow_jax.runtime.plan_choice import wants_gathered_o_proj
 from nanoflow_jax.runtime.request import (
     FinishReason,
     Request,
@@ -60,6 +64,7 @@ class LLM:
         options: RunnerConfig | None = None,
         sync: bool = False,
         models_dir: Path | None = None,
+        cache_dir: Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         """Loads the model and compiles every step.
@@ -68,6 +73,7 @@ class LLM:
           model, random_weights, seed, models_dir: see `checkpoints.load_model`.
           dtype: of weights and cache; "auto" is float32 on a CPU and bfloat16 elsewhere.
           options: sizes of steps and pool.
+          cache_dir: keep compiled steps there, for every model of this process from then on.
           sync: read each step's tokens before the next is formed.
           progress: called with (what, done, total) while loading and compiling.
 
@@ -75,15 +81,17 @@ class LLM:
           CheckpointError, TokenizerError, ChatTemplateError: the model cannot be loaded.
           ValueError: it cannot be divided over `tp_size` devices, or an option does not fit it.
         """
+        if cache_dir is not None:
+            enable_compilation_cache(cache_dir)
+        options = options or RunnerConfig()
         if dtype == "auto":
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         mesh = make_mesh(tp_size)
         loaded = load_model(
-            model, mesh=mesh, dtype=dtype, random_weights=random_weights, seed=seed, progress=progress, models_dir=models_dir
-        )
-        runner = ModelRunner(
-            loaded.config, loaded.layout, mesh, loaded.decoder, options or RunnerConfig(), jax.numpy.dtype(dtype)
-        )
+            model, mesh=mesh, dtype=dtype, random_weights=random_weights, seed=seed, progress=progress, models_dir=models_dir,
+            gathered_o_proj=wants_gathered_o_proj(options.plans),
+        )  # fmt: skip
+        runner = ModelRunner(loaded.config, loaded.layout, mesh, loaded.decoder, options, jax.numpy.dtype(dtype))
         runner.warm_up(progress)
         self.engine = Engine(runner, loaded.tokenizer, sync=sync)
 

@@ -115,6 +115,7 @@ class MockRunner:
         sizes = sorted({max(1, b_dense // 4), max(1, b_dense // 2), b_dense})
         self.shapes = tuple(BatchShape(n, min(n, self.max_sequences), self.pages_per_seq) for n in sizes)
         self.num_compilations = len(self.shapes)
+        self.plan_set = None
         self.lazy = lazy
         self.step_time_s = step_time_s
         self.step_gate: threading.Event | None = None
@@ -129,7 +130,7 @@ class MockRunner:
     def warm_up(self, progress=None) -> None:
         pass
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0) -> MockStep:
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> MockStep:
         assert batch.shape in self.shapes
         step = MockStep(self)
         batch = copy.deepcopy(batch)

@@ -53,7 +53,7 @@ def test_the_command_prints_a_table_and_ends_with_one_json_object(capsys, tmp_pa
     load = ["--input", "9", "--output", "5", "--requests", "6"]
     bench.main(["--model", _TINY, *load, "--b-dense", "16", "--max-sequences", "4", "--peer-python", str(peer)])
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0].startswith("llama2-tiny on cpu x 1, async: 6 requests, 9 tokens in, 5 out")
+    assert lines[0].startswith("llama2-tiny on cpu x 1, sequential, async: 6 requests, 9 tokens in, 5 out")
     assert lines[-2].startswith("stand-in: 2.00 output tokens/s; this engine: ")
     report = json.loads(lines[-1])
     assert report["whole"]["output_tokens"] == 30
@@ -93,7 +93,7 @@ def test_a_preset_without_weights_runs_on_random_ones(capsys, monkeypatch):
          "--max-sequences", "2", "--sync"]
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert (report["random_weights"], report["mode"], report["whole"]["output_tokens"]) == (True, "sync", 9)
+    assert (report["random_weights"], report["stepping"], report["whole"]["output_tokens"]) == (True, "sync", 9)
 
 
 @pytest.mark.parametrize("flag", ["--input", "--output", "--requests"])

@@ -1,0 +1,70 @@
+"""Which plan, if any, the next step is executed by; and plans from files."""
+
+import math
+from pathlib import Path
+
+from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, decode_plan, decode_plan_set
+
+
+def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tuple[int | None, int]:
+    """The index of the plan that computes most tokens per second, and how many prompt tokens the step takes with it.
+
+    A plan has its own places for decoding and for prompt tokens, so it may take fewer prompt tokens than there are. None is
+    sequential execution, which takes all; its time is that of the smallest recorded batch that holds this one.
+    """
+
+    def rate(tokens: int, layer_us: float) -> float:
+        return tokens / layer_us
+
+    recorded = [
+        s.layer_us
+        for s in plans.sequential
+        if s.decode_tokens >= decode_tokens and s.b_dense - s.decode_tokens >= prefill_tokens
+    ]
+    best = (rate(decode_tokens + prefill_tokens, min(recorded, default=math.inf)), None, prefill_tokens)
+    if plans.crossover_tokens is None or decode_tokens + prefill_tokens < plans.crossover_tokens:
+        return None, prefill_tokens
+    for index, plan in enumerate(plans.plans):
+        taken = min(prefill_tokens, plan.b_dense - plan.decode_tokens)
+        if decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0:
+            best = max(best, (rate(decode_tokens + taken, plan.period_us), index, taken), key=lambda choice: choice[0])
+    return best[1], best[2]
+
+
+def read_plans(path: Path) -> PlanSet:
+    """A plan set, or a single plan made into one, from a file that `python -m search` wrote.
+
+    Raises:
+      PlanError: the file holds neither, or a plan breaks a rule.
+      OSError: it cannot be read.
+    """
+    text = path.read_bytes()
+    try:
+        return decode_plan_set(text)
+    except PlanError as not_a_set:
+        try:
+            plan = decode_plan(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
+    sequential = SequentialTime(b_dense=plan.b_dense, decode_tokens=plan.decode_tokens, layer_us=plan.prediction.sequential_us)
+    return PlanSet(
+        model=plan.model,
+        device=plan.device,
+        tp=plan.tp,
+        plans=(plan,),
+        sequential=(sequential,),
+        # One plan says nothing about smaller batches; half of its own is where splitting has always cost more than it gave.
+        crossover_tokens=plan.b_dense // 2,
+    )
+
+
+def wants_gathered_o_proj(plans: PlanSet | None) -> bool:
+    """Whether the plans need the attention output projection divided by columns.
+
+    Raises:
+      PlanError: some do and some do not; weights are on the devices only once.
+    """
+    wanted = {plan.partition == "all_gather" for plan in plans.plans} if plans else {False}
+    if len(wanted) > 1:
+        raise PlanError("the plans divide the attention output projection in different ways; serve them separately")
+    return wanted.pop() if wanted else False
