@@ -160,7 +160,8 @@ def analytic_profile(
                     for sms in counts:
                         time_us, name = _time(device, kernel, tokens, context, sms)
                         points[tokens, sms, context] = Point(
-                            tokens=tokens, num_sms=sms, context=context, time_us=time_us, implementation=name
+                            tokens=tokens, num_sms=sms, context=context, time_us=time_us, implementation=name,
+                            energy_j=kernel_energy_j(device.power, kernel, tokens, context) if device.power else None,
                         )  # fmt: skip
     series = tuple(Series(kernel=k, points=tuple(p.values())) for k, p in seen.items() if p)
     return ProfileTable(

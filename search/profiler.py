@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pynvml  # pyright: ignore[reportMissingImports]  # of the cuda extras; not on machines without a GPU
 from jax import lax
 from jax.experimental.compute_on import compute_on
 
@@ -26,6 +27,8 @@ from search.profile_table import Kernel, Point, ProfileError
 
 REPEATS = 8
 TRIALS = 3
+ENERGY_S = 0.3
+ENERGY_TOKENS = (512, 2048)
 PAGE = 64
 GEMM_STREAM, OTHER_STREAM = 5, 6
 
@@ -41,6 +44,10 @@ class GpuMachine:
             raise ProfileError(f"profiling needs {tp} GPU(s), jax sees {[d.platform for d in devices]}")
         self.num_sms = int(devices[0].core_count)
         self.mesh = jax.make_mesh((tp,), ("tp",), devices=devices[:tp], axis_types=(jax.sharding.AxisType.Auto,))
+        pynvml.nvmlInit()
+        self._meter = pynvml.nvmlDeviceGetHandleByIndex(0)
+        time.sleep(1.0)
+        self._idle_w = pynvml.nvmlDeviceGetPowerUsage(self._meter) / 1e3
         self._calls = functools.lru_cache(maxsize=4)(self._make_call)
 
     def libraries(self) -> dict[str, str]:
@@ -50,9 +57,21 @@ class GpuMachine:
     def alone(self, kernel: Kernel, tokens: int, num_sms: int, context: float) -> Point:
         """Times one kernel."""
         function, arguments = self._calls(kernel, tokens, num_sms, context)
-        time_us = _repeated_us(lambda *a: (function(*a),), arguments)
+        run = _repeated(lambda *a: (function(*a),), arguments)
+        time_us = _best_us(run)
+        energy = self._energy_j(run) if num_sms >= self.num_sms and tokens in ENERGY_TOKENS else None
         name = "nccl" if kernel.name in ("all_reduce", "all_gather") else "pallas"
-        return Point(tokens=tokens, num_sms=num_sms, context=context, time_us=time_us, implementation=name)
+        return Point(tokens=tokens, num_sms=num_sms, context=context, time_us=time_us, implementation=name, energy_j=energy)
+
+    def _energy_j(self, run: Callable[[], Any]) -> float:
+        """Joules above idle of one call, from the board's energy counter over a stretch of steady running."""
+        begun, joules, calls = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._meter) / 1e3, 0
+        while time.perf_counter() - begun < ENERGY_S:
+            jax.block_until_ready([run() for _ in range(8)])
+            calls += 8 * REPEATS
+        seconds = time.perf_counter() - begun
+        spent = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._meter) / 1e3 - joules
+        return max(spent - self._idle_w * seconds, 0.0) / calls
 
     def together_us(self, gemm: tuple[Kernel, int, int], other: tuple[Kernel, int, int, float]) -> float:
         """Times a GEMM beside another kernel on a second stream."""
@@ -67,7 +86,7 @@ class GpuMachine:
                 y = right(*arguments[split:])
             return x, y
 
-        return _repeated_us(both, (*left_arguments, *right_arguments))
+        return _best_us(_repeated(both, (*left_arguments, *right_arguments)))
 
     def _make_call(self, kernel: Kernel, tokens: int, num_sms: int, context: float) -> Call:
         key = jax.random.key(0)
@@ -143,8 +162,8 @@ def _prefill_inputs(key: jax.Array, shape: tuple[int, ...], tokens: int, context
     return q, k, v, tables, sizes, jnp.asarray(starts), sizes
 
 
-def _repeated_us(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...]) -> float:
-    """Mean device microseconds of one call, the best of several trials after a warm-up."""
+def _repeated(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    """A compiled program of several calls, warmed up."""
 
     def program(*args: Any) -> list[Any]:
         kept = []
@@ -156,12 +175,14 @@ def _repeated_us(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any,
 
     compiled = jax.jit(program)
     jax.block_until_ready(compiled(*arguments))
+    return lambda: compiled(*arguments)
+
+
+def _best_us(run: Callable[[], Any]) -> float:
+    """Mean device microseconds of one call, the best of several trials."""
     best = math.inf
     for _ in range(TRIALS):
         begun = time.perf_counter()
-        last = None
-        for _ in range(4):
-            last = compiled(*arguments)
-        jax.block_until_ready(last)
+        jax.block_until_ready([run() for _ in range(4)])
         best = min(best, (time.perf_counter() - begun) / (4 * REPEATS))
     return 1e6 * best

@@ -72,11 +72,13 @@ def _check_power(plan: PipelinePlan, costing: Costing) -> float | None:
     power = costing.table.power
     if power is None:
         return None
-    contexts = {op.name: costing.context(op) for op in plan_graph(plan)}
+    ops = {op.name: op for op in plan_graph(plan)}
     joules = 0.0
     for n in plan.nano_operations:
+        op, tokens = ops[n.operation], plan.batch_of(n).tokens
+        measured = costing.timing(op, tokens).energy_j
         kernel = kernel_of(costing.model, plan.tp, plan.partition, n.operation)
-        joules += kernel_energy_j(power, kernel, plan.batch_of(n).tokens, contexts[n.operation])
+        joules += kernel_energy_j(power, kernel, tokens, costing.context(op)) if measured is None else measured
     watts = power.idle_w + 1e6 * joules / plan.period_us
     if plan.shares != "ideal" and watts > power.cap_w * (1 + _TOLERANCE):
         raise PlanError(f"the plan draws {watts:.1f} W on average, the cap is {power.cap_w} W")

@@ -214,7 +214,7 @@ def candidate_counts(structure: Structure) -> list[tuple[int, ...]]:
 
     singles = [raised([g]) for g in sorted(idle, key=lambda g: -idle[g])]
     sides = [
-        [g for g, n in enumerate(names) if n in side] for side in (("qkv", "o"), ("qkv", "decode"), ("qkv", "decode", "o"))
+        [g for g, n in enumerate(names) if n in side] for side in (("qkv", "o"), ("qkv", "decode", "o"), ("qkv", "decode"))
     ]
     joint = [raised(side) for side in sides if any(g in idle for g in side)]
     return [c for c in dict.fromkeys([*singles, *joint]) if c is not None]
