@@ -63,8 +63,8 @@ def products(
 ) -> list[jax.Array]:
     """For each inner sequence the sum of its products a b^T (or a^T b^T), operands in shared memory, result in registers.
 
-    Each term is called for its operands when its turn comes, so it may wait for them while earlier products run. `release(i)` is
-    called when the i-th product of all has read its operands.
+    Each term is called for its operands when its turn comes, so it may wait for them while earlier products run. `release(i)`
+    is called when the i-th product of all has read its operands.
     """
     number = sum(len(inner) for inner in terms)
     if interpreted:  # the interpreter has no transposed operands
@@ -95,7 +95,8 @@ def products(
 def exclusive_sums(x: jax.Array, scratch: Any, interpreted: bool) -> jax.Array:
     """For every element of an int32 array in `striped` layout the sum of the elements before it.
 
-    `scratch` is int32 shared memory of `(x.size // 128, WARPS)`. One warpgroup barrier is passed, between writing and reading it.
+    `scratch` is int32 shared memory, `(x.size // 128, WARPS)` or wider. One warpgroup barrier is passed, between writing and
+    reading it.
     """
     if interpreted:
         return jnp.cumsum(x) - x
@@ -106,30 +107,31 @@ def exclusive_sums(x: jax.Array, scratch: Any, interpreted: bool) -> jax.Array:
     )
     def scan(_, x, scratch):
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        number = lambda value: mgpu_utils.c(value, i32)
         one = ir.VectorType.get((1,), i32)
         lane, warp = _lane_and_warp()
         inclusive = []  # over the lanes of a warp, for every stripe
         for register in x.registers.flat:
             total = vector.extract(register, dynamic_position=[], static_position=[0])
             for distance in (1, 2, 4, 8, 16):
-                below = nvvm.shfl_sync(number(0xFFFFFFFF), total, number(distance), number(0), nvvm.ShflKind.up)
-                reached = arith.cmpi(arith.CmpIPredicate.uge, lane, number(distance))
-                total = arith.addi(total, arith.select(reached, below, number(0)))
+                below = nvvm.shfl_sync(
+                    mgpu_utils.c(0xFFFFFFFF, i32), total, mgpu_utils.c(distance, i32), mgpu_utils.c(0, i32), nvvm.ShflKind.up
+                )
+                reached = arith.cmpi(arith.CmpIPredicate.uge, lane, mgpu_utils.c(distance, i32))
+                total = arith.addi(total, arith.select(reached, below, mgpu_utils.c(0, i32)))
             inclusive.append(total)
-        last = arith.cmpi(arith.CmpIPredicate.eq, lane, number(31))
+        last = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu_utils.c(31, i32))
         with mgpu_utils.when(last):
             for stripe, total in enumerate(inclusive):
                 memref.store(total, scratch, [mgpu_utils.c(stripe, index), arith.index_castui(index, warp)])
         mgpu_utils.warpgroup_barrier()
-        before = number(0)
+        before = mgpu_utils.c(0, i32)
         registers = x.registers.copy()
         for stripe, total in enumerate(inclusive):
             mine = before
             for w in range(WARPS):
                 of_warp = memref.load(scratch, [mgpu_utils.c(stripe, index), mgpu_utils.c(w, index)])
-                earlier = arith.cmpi(arith.CmpIPredicate.ult, number(w), warp)
-                mine = arith.addi(mine, arith.select(earlier, of_warp, number(0)))
+                earlier = arith.cmpi(arith.CmpIPredicate.ult, mgpu_utils.c(w, i32), warp)
+                mine = arith.addi(mine, arith.select(earlier, of_warp, mgpu_utils.c(0, i32)))
                 before = arith.addi(before, of_warp)
             own = vector.extract(x.registers.flat[stripe], dynamic_position=[], static_position=[0])
             registers.flat[stripe] = vector.from_elements(one, [arith.subi(arith.addi(mine, total), own)])
@@ -177,9 +179,7 @@ def reduce_columns(x: jax.Array, scratch: Any, kind: str, interpreted: bool) -> 
         index = ir.IndexType.get()
         i32 = ir.IntegerType.get_signless(32)
         lane, warp = _lane_and_warp()
-        column = arith.index_castui(
-            index, arith.muli(arith.remui(lane, mgpu_utils.c(4, i32)), mgpu_utils.c(2, i32))
-        )
+        column = arith.index_castui(index, arith.muli(arith.remui(lane, mgpu_utils.c(4, i32)), mgpu_utils.c(2, i32)))
         pair_type = ir.VectorType.get((2,), element)
         vector.store(vector.from_elements(pair_type, halves), scratch, [arith.index_castui(index, warp), column])
         mgpu_utils.warpgroup_barrier()
@@ -200,6 +200,38 @@ def store_transposed(ref: Any, x: jax.Array, interpreted: bool) -> None:
         ref[...] = x.T
     else:
         ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def gather(ref: Any, rows: jax.Array, interpreted: bool) -> jax.Array:
+    """ref[rows] as [M, N] in ACCUMULATOR layout; `ref` [*, N] is in device memory, `rows` int32 [M] in PER_ROW layout."""
+    shape = (rows.shape[0], ref.shape[1])
+    if interpreted:
+        return jax.lax.fori_loop(
+            0,
+            shape[0],
+            lambda i, x: jax.lax.dynamic_update_index_in_dim(
+                x, ref[jax.lax.dynamic_index_in_dim(rows, i, keepdims=False)], i, axis=0
+            ),
+            jnp.zeros(shape, ref.dtype),
+        )
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), PER_ROW),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=ACCUMULATOR),
+    )
+    def load(_, ref, rows):
+        index, element = ir.IndexType.get(), ir.MemRefType(ref.type).element_type
+        layout = ACCUMULATOR.to_mgpu()
+        empty = type(rows).splat(arith.constant(element, ir.FloatAttr.get(element, 0.0)), shape).to_layout(layout)
+        rows = rows.broadcast_in_dim(shape, (0,), layout)
+        registers = empty.registers.copy()
+        for i, (place, row) in enumerate(zip(layout.thread_idxs(shape), rows.registers.flat, strict=True)):
+            row = vector.extract(row, dynamic_position=[], static_position=[0])
+            at = [arith.index_castui(index, row), place[1]]
+            registers.flat[i] = vector.load(ir.VectorType.get((2,), element), ref, at)
+        return type(rows)(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref, rows)
 
 
 def scatter(ref: Any, rows: jax.Array, x: jax.Array, axis: int, interpreted: bool) -> None:

@@ -19,9 +19,11 @@ def append_kv(
     *,
     num_sms: int,
 ) -> tuple[Float[Array, "T K G H"], Float[Array, "P K page_size H"], Float[Array, "P K page_size H"]]:
-    """Rotated queries, and the pages with rotated keys and with values in the tokens' slots; a token with slot -1 writes nothing.
+    """Rotated queries, and the pages with rotated keys and with values in the tokens' slots.
 
-    Slots are distinct. Pages are updated in place where they are donated or are temporaries of the surrounding computation.
+    Slots are distinct; a token with slot -1 writes nothing. Pages are updated in place where they are donated or are
+    temporaries of the surrounding computation.
+
     XLA spreads its fusions over the SMs that are free, so `num_sms` bounds nothing here; it stands for the kernel contract.
 
     Raises:

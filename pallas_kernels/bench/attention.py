@@ -1,0 +1,190 @@
+"""Benchmark cases of the attention kernels and of append_kv: shapes of Llama-3 models, as one rank sees them.
+
+Pages lie in random order in a pool of just their number. The byte counts hold K and V, nearly all that decoding reads.
+Baselines: for decoding, cuDNN over a contiguous cache of the same lengths; for prefill, cuDNN on the dense shape, causal where
+the chunk is the whole sequence, else without a mask and scaled to the FLOPs of the causal chunk; for append_kv, a pass that
+reads and writes as many bytes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.append_kv import append_kv
+from pallas_kernels.bench import timing
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.prefill_attention import prefill_attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode:
+    name: str
+    rows: int
+    mean_kv_len: int
+    kv_heads: int
+    group: int
+    page_size: int
+    ragged: bool = False
+    head_dim: int = 128
+
+    def kv_lens(self) -> np.ndarray:
+        """All alike, or exponential with that mean (the longest are some eight times as long)."""
+        if not self.ragged:
+            return np.full(self.rows, self.mean_kv_len, np.int32)
+        return np.maximum(np.random.default_rng(0).exponential(self.mean_kv_len, self.rows), 1).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill:
+    name: str
+    chunk: int
+    kv_len: int
+    kv_heads: int
+    group: int
+    page_size: int
+    head_dim: int = 128
+
+    @property
+    def flops(self) -> float:
+        pairs = self.chunk * (self.kv_len - self.chunk) + self.chunk * (self.chunk + 1) / 2
+        return 4.0 * self.kv_heads * self.group * self.head_dim * pairs
+
+
+DECODE = (
+    Decode(name="8b 512 x 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64),
+    Decode(name="8b 512 x exp 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64, ragged=True),
+    Decode(name="70b/8 2048 x 1024", rows=2048, mean_kv_len=1024, kv_heads=1, group=8, page_size=16),
+    Decode(name="70b/8 2048 x exp 1024", rows=2048, mean_kv_len=1024, kv_heads=1, group=8, page_size=16, ragged=True),
+    Decode(name="70b/8 512 x exp 1024", rows=512, mean_kv_len=1024, kv_heads=1, group=8, page_size=16, ragged=True),
+    Decode(name="8b 1 x 131072", rows=1, mean_kv_len=131072, kv_heads=8, group=4, page_size=64),
+)
+PREFILL = (
+    Prefill(name="8b 2048 of 8192", chunk=2048, kv_len=8192, kv_heads=8, group=4, page_size=64),
+    Prefill(name="8b 2048 behind 8192", chunk=2048, kv_len=10240, kv_heads=8, group=4, page_size=16),
+    Prefill(name="8b 8192 of 8192", chunk=8192, kv_len=8192, kv_heads=8, group=4, page_size=64),
+    Prefill(name="8b 2048 of 2048", chunk=2048, kv_len=2048, kv_heads=8, group=4, page_size=64),
+)
+APPEND_TOKENS = (512, 2048)
+
+
+def benchmark(kernel: str, num_sms: Sequence[int], *, sustained: bool = False) -> Iterator[timing.Row]:
+    yield from {"decode_attention": _decode, "prefill_attention": _prefill, "append_kv": _append}[kernel](num_sms, sustained)
+
+
+def _normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _paged(kv_lens: np.ndarray, kv_heads: int, page_size: int, head_dim: int) -> tuple[jax.Array, ...]:
+    """(k_pages, v_pages, block_tables) with permuted pages."""
+    pages = -(-kv_lens // page_size)
+    tables = np.zeros((len(kv_lens), pages.max()), np.int32)
+    tables[np.arange(pages.max())[None] < pages[:, None]] = np.random.default_rng(1).permutation(pages.sum()) + 1
+    shape = (int(pages.sum()) + 1, kv_heads, page_size, head_dim)
+    return _normal(2, shape), _normal(3, shape), jnp.asarray(tables)
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+
+def _sustained(f: Any, inputs: timing.Inputs, wanted: bool) -> timing.Sustained | None:
+    return timing.sustained(f, [inputs]) if wanted else None
+
+
+def _decode(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+    for case in DECODE:
+        kv_lens = case.kv_lens()
+        K, G, H = case.kv_heads, case.group, case.head_dim
+        q = _normal(0, (case.rows, K, G, H))
+        inputs = (q, *_paged(kv_lens, K, case.page_size, H), jnp.asarray(kv_lens))
+        baseline = {}
+        if not case.ragged:
+            shape = (case.rows, case.mean_kv_len, K, H)
+            dense = (q.reshape(case.rows, 1, K * G, H), _normal(4, shape), _normal(5, shape))
+            seconds = timing.device_seconds({"cuDNN": functools.partial(_cudnn, causal=False)}, [dense])["cuDNN"]
+            baseline = {"baseline": "cuDNN", "baseline_seconds": seconds}
+            del dense
+        for n in num_sms:
+            f = functools.partial(decode_attention, num_sms=n)
+            yield timing.Row(
+                kernel="decode_attention",
+                case=f"{case.name} page {case.page_size}",
+                num_sms=n,
+                seconds=timing.device_seconds({"f": f}, [inputs])["f"],
+                flops=4.0 * K * G * H * float(kv_lens.sum()),
+                hbm_bytes=4.0 * K * H * float(kv_lens.sum()),
+                sustained=_sustained(f, inputs, sustained),
+                **baseline,
+            )
+
+
+def _prefill(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+    for case in PREFILL:
+        T, K, G, H = case.chunk, case.kv_heads, case.group, case.head_dim
+        q = _normal(0, (T, K, G, H))
+        pages = _paged(np.asarray([case.kv_len]), K, case.page_size, H)
+        inputs = (q, *pages, *(jnp.asarray([x], jnp.int32) for x in (case.kv_len, 0, T)))
+        shape = (1, case.kv_len, K, H)
+        causal = case.kv_len == T
+        dense = (q.reshape(1, T, K * G, H), _normal(4, shape), _normal(5, shape))
+        seconds = timing.device_seconds({"cuDNN": functools.partial(_cudnn, causal=causal)}, [dense])["cuDNN"]
+        if not causal:
+            seconds *= case.flops / (4.0 * K * G * H * T * case.kv_len)
+        for n in num_sms:
+            f = functools.partial(prefill_attention, num_sms=n)
+            yield timing.Row(
+                kernel="prefill_attention",
+                case=f"{case.name} page {case.page_size}",
+                num_sms=n,
+                seconds=timing.device_seconds({"f": f}, [inputs])["f"],
+                flops=case.flops,
+                hbm_bytes=4.0 * K * H * case.kv_len,
+                baseline="cuDNN causal" if causal else "cuDNN scaled",
+                baseline_seconds=seconds,
+                sustained=_sustained(f, inputs, sustained),
+            )
+
+
+def _append(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+    """A call is a series of appends to one pool, as layer after layer does it: the pool's first copy is small beside them."""
+    K, G, H, page_size, series = 8, 4, 128, 64, 12
+
+    def appends(qkv: jax.Array, cos: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> Any:
+        queries = []
+        for i in range(series):
+            q, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms[0])
+            # One append after the other, none merged with the next.
+            q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
+            queries.append(q)
+        return queries, k_pages, v_pages
+
+    def passes(x: jax.Array) -> list[jax.Array]:
+        out = []
+        for i in range(series):
+            y, x = lax.optimization_barrier((x[i] * jnp.bfloat16(1.5), x))
+            out.append(y)
+        return out
+
+    for T in APPEND_TOKENS:
+        pool = (2 * T // page_size, K, page_size, H)
+        qkv = _normal(0, (series, T, K, G + 2, H))
+        slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
+        inputs = (qkv, _normal(1, (T, H // 2), jnp.float32), slots, _normal(2, pool), _normal(3, pool))
+        seconds = timing.device_seconds({"f": appends}, [inputs])["f"] / series
+        yield timing.Row(
+            kernel="append_kv",
+            case=f"8b {T} tokens (XLA)",
+            num_sms=0,
+            seconds=seconds,
+            hbm_bytes=2.0 * qkv[0].nbytes,
+            baseline="stream",
+            baseline_seconds=timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series,
+            sustained=_sustained(appends, inputs, sustained),
+        )
