@@ -162,6 +162,14 @@ def test_a_model_without_one_constraint_is_caught(monkeypatch: pytest.MonkeyPatc
         simulate(_plan_of(bad, rounded), rounded)
 
 
+def test_constant_shares_without_their_sum_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mix = preset("llama3-8b"), steady_mix(parse_workload("512:512"), 512)
+    table = analytic_profile(model, hardware("a100-80g"), 1, [mix])
+    monkeypatch.setattr("search.constant._add_shares", lambda *_: None)
+    with pytest.raises(PlanError, match=r"shares sum|SMs in use"):
+        auto_search(model, table, mix, QUICK)
+
+
 def _running(plan: PipelinePlan, **changes) -> PipelinePlan:
     phases = [replace(p, running=tuple(replace(r, **changes) for r in p.running)) for p in plan.phases]
     return replace(plan, phases=tuple(phases))
