@@ -44,9 +44,12 @@ def multiply(
     write: Callable[..., None],  # (segment, each half's float32 sums [wg_m, wg_n], staging=staging), for each consumer
     config: GemmConfig,
     *,
+    multicast: bool = False,  # the CTAs of a cluster multiply the same columns of B
     staging: Any,  # pytree of shared memory and barriers for `write`
 ) -> None:
     stages = config.stages(halves == 2)
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",)) if multicast else plgpu.Barrier
+    free = barrier(num_barriers=stages, num_arrivals=config.consumers)
     # wgmma wants one swizzle for both operands.
     minor = math.gcd(a.shape[-1], b.shape[-1])
 
@@ -56,7 +59,7 @@ def multiply(
         b_smem=_mosaic.swizzled_smem((stages, halves, config.tile_k, config.tile_n), b.dtype, global_minor=minor),
         staging=staging,
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + halves),
-        free=plgpu.Barrier(num_barriers=stages, num_arrivals=config.consumers),
+        free=free,
         collective_axes="wg",
     )
     def _(a_smem: Any, b_smem: Any, staging: Any, full: Any, free: Any) -> None:
@@ -65,7 +68,7 @@ def multiply(
         @pl.when(wg == config.consumers)
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            _produce(walk, a, b, a_smem, b_smem, full, free, config)
+            _produce(walk, a, b, a_smem, b_smem, full, free, config, multicast)
 
         @pl.when(wg < config.consumers)
         def _consumer() -> None:
@@ -88,7 +91,9 @@ def consumer_offset(config: GemmConfig) -> tuple[Any, Any]:
     return (wg * config.wg_m, 0) if config.split == "m" else (0, wg * config.wg_n)
 
 
-def _produce(walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, free: Any, config: GemmConfig) -> None:
+def _produce(
+    walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, free: Any, config: GemmConfig, multicast: bool
+) -> None:
     stages, halves = b_smem.shape[:2]
 
     def segment(s: Segment, step: Array) -> Array:
@@ -106,7 +111,8 @@ def _produce(walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, fr
             plgpu.copy_gmem_to_smem(a.at[m, k], a_smem.at[slot], full.at[slot])
             for half in range(halves):
                 source = matrix.at[k, n] if halves == 1 else matrix.at[k, half, n]
-                plgpu.copy_gmem_to_smem(source, b_smem.at[slot, half], full.at[slot])
+                shared = "cta" if multicast else None
+                plgpu.copy_gmem_to_smem(source, b_smem.at[slot, half], full.at[slot], collective_axes=shared)
             return step + 1
 
         return lax.fori_loop(0, s.k_steps, load, step)

@@ -19,15 +19,17 @@ _RESERVED_BYTES = 2048  # barriers and the bias
 class GemmConfig:
     """How a GEMM is cut. `tile_n` counts columns of the result; with SwiGLU a tile loads as many gate and as many up columns.
 
-    `split` says along which side of the tile the `consumers` (warpgroups that multiply) share it, `group_rows` how many rows
-    high the columns of tiles are that CTAs walk together. With `stream_k`, the tiles that do not fill a wave and `shared_waves`
-    waves more are cut along K when that saves over `fixup_steps` steps (of `tile_k`) of the slowest CTA; pieces have at least
-    `min_steps` steps.
+    With a `cluster` of two, CTAs whose tiles lie above each other take steps together, and each loads half of B's columns for
+    both. `split` says along which side of the tile the `consumers` (warpgroups that multiply) share it, `group_rows` how many
+    rows high the columns of tiles are that CTAs walk together. With `stream_k`, the tiles that do not fill a wave and
+    `shared_waves` waves more are cut along K when that saves over `fixup_steps` steps (of `tile_k`) of the slowest CTA; pieces
+    have at least `min_steps` steps.
     """
 
     tile_m: int
     tile_n: int
     tile_k: int = 64
+    cluster: int = 1
     consumers: int = 2
     split: Literal["m", "n"] = "m"
     group_rows: int = 2048
@@ -42,7 +44,7 @@ class GemmConfig:
 
     @property
     def group_m(self) -> int:
-        return max(1, self.group_rows // self.tile_m)
+        return max(1, self.group_rows // (self.tile_m * self.cluster))
 
     @property
     def wg_m(self) -> int:

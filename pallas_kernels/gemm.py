@@ -5,6 +5,7 @@ and says whose partial sums a CTA must add. Sums are added in a fixed order, so 
 accumulators, one for the gate's columns and one for the same columns of up, so weights need no interleaving.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -47,8 +48,8 @@ def gemm(
 
     Raises:
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
-      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples of
-        64 are much faster: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
+      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples
+        of 64 are much faster: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = _check(a, b, bias, residual, swiglu)
@@ -57,6 +58,8 @@ def gemm(
     b = b if swiglu else b.reshape(k, n)
     if config is None:
         config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu)
+        if num_sms % config.cluster:
+            config = dataclasses.replace(config, cluster=1)
     out = _gemm(
         a,
         b,
@@ -92,11 +95,13 @@ def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swigl
 def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
     """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
 
-    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile and come first: all CTAs then
-    walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave and
-    `shared_waves` waves more are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside a
-    tile starts its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of all
-    and adds the partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
+    Where CTAs form clusters, each cluster is one CTA here and its tiles are one tile.
+
+    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile and come first: all CTAs
+    then walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave
+    and `shared_waves` waves more are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside
+    a tile starts its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of
+    all and adds the partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
     """
     tiles = _tile_order(m_tiles, n_tiles, config.group_m)
     shared = _shared_tiles(len(tiles), k_steps, num_sms, config)
@@ -160,11 +165,11 @@ def _gemm(
 ) -> Array:
     m, k = a.shape
     halves, n = b.ndim - 1, b.shape[-1]
-    m_tiles, n_tiles = _mosaic.cdiv(m, config.tile_m), _mosaic.cdiv(n, config.tile_n)
-    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms, config)
+    m_tiles, n_tiles = _mosaic.cdiv(m, config.tile_m * config.cluster), _mosaic.cdiv(n, config.tile_n)
+    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms // config.cluster, config)
     cut = bool(table[..., _PARTIAL].any())
     # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
-    stored = (m_tiles * config.tile_m, n_tiles * config.tile_n) if interpreted else (m, n)
+    stored = (m_tiles * config.tile_m * config.cluster, n_tiles * config.tile_n) if interpreted else (m, n)
     inputs = [jnp.asarray(table), a, b, *(x for x in (bias, residual) if x is not None)]
 
     def body(table_ref: Any, a_ref: Any, b_ref: Any, *refs: Any) -> None:
@@ -176,7 +181,9 @@ def _gemm(
             write = functools.partial(_write_or_share, write, partials_ref, config, interpreted)
         walk = functools.partial(_walk, table_ref, config)
         staging = _staging(config, a.dtype, halves, n, bias is not None, residual is not None)
-        multiply(walk, a_ref, b_ref, halves, write, config, staging=staging)
+        # The interpreter has no multicast: there each CTA loads all of its tile.
+        multicast = config.cluster > 1 and not interpreted
+        multiply(walk, a_ref, b_ref, halves, write, config, multicast=multicast, staging=staging)
 
     out, _ = _mosaic.launch(
         body,
@@ -188,6 +195,7 @@ def _gemm(
         name="gemm",
         num_sms=num_sms,
         warpgroups=config.consumers + 1,
+        cluster=config.cluster,
         approx_math=True,
     )(*inputs)
     return out[:m, :n] if interpreted else out
@@ -202,15 +210,15 @@ def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, re
 
 
 def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array]) -> Array:
-    cta = lax.axis_index("sm")
+    cluster, cta = lax.axis_index("sm"), lax.axis_index("cta")
 
     def read(index: Array) -> list[Array]:
-        return [table[cta, index, field] for field in range(table.shape[-1])]
+        return [table[cluster, index, field] for field in range(table.shape[-1])]
 
     def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
         index, step, (m, n, k_begin, k_steps, *extra) = carry
         upcoming = read(index + 1)  # issued a segment ahead, to hide the latency of global memory
-        segment = Segment(m * config.tile_m, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
+        segment = Segment((m * config.cluster + cta) * config.tile_m, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
         return index + 1, body(segment, step), upcoming
 
     start = (jnp.int32(0), jnp.int32(0), read(jnp.int32(0)))
@@ -227,7 +235,8 @@ def _write_or_share(
     staging: dict[str, Any],
 ) -> None:
     """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
-    cta, wg = lax.axis_index("sm"), lax.axis_index("wg")
+    wg = lax.axis_index("wg")
+    cta = lax.axis_index("sm") * config.cluster + lax.axis_index("cta")
     down, _ = consumer_offset(config)
     first = wg * (config.wg_n // _SLAB) if config.split == "n" else 0
     sources, partial = segment.extra
@@ -248,7 +257,7 @@ def _write_or_share(
     @pl.when(partial == 0)
     def _() -> None:
         def add(half: int, i: Array, total: Array) -> Array:
-            source = cta - sources + i
+            source = cta - (sources - i) * config.cluster
             if done is not None:
                 plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
             return total + lax.concatenate([_load_global(slab, interpreted) for slab in slabs(source, half)], 1)

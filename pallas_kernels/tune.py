@@ -3,7 +3,8 @@
     python -m pallas_kernels.tune [gemm] [grouped_gemm] [--rows 512,2048] [--names 8b] [--out PATH]
 
 Every projection and number of rows of the benchmark is tried in a handful of configurations, cuBLAS or `ragged_dot` beside
-them. Entries are merged with those already in the table; without `--out` the table is the package's own.
+them; a configuration whose result differs from theirs is out. Entries are merged with those already in the table; without
+`--out` the table is the package's own.
 """
 
 import argparse
@@ -19,37 +20,54 @@ from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import gemm as cases
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import integers
+from pallas_kernels.gemm import schedule
 
 # Whole tiles unless cutting them saves more than this many steps. The second suits long K, where shares out of step along k
 # cost more in the L2 cache than a thin last wave.
 _FIXUP_STEPS = (8, 40)
 
 
-def candidates(p: cases.Projection, m: int) -> list[GemmConfig]:
-    """What is worth trying for `m` rows (of the mean group, if grouped)."""
-    tile = GemmConfig
+def candidates(p: cases.Projection, m: int, num_sms: int) -> list[GemmConfig]:
+    """What is worth trying for `m` rows: tiles by rows (of the mean group, if grouped), each cut or not."""
     rows = m // max(p.experts, 1)
+    if p.experts:
+        return _grouped_candidates(p, rows)
+    return [c for tile in _tiles(p, rows) for c in _distinct_cuts(tile, p, m, num_sms)]
+
+
+def _grouped_candidates(p: cases.Projection, rows: int) -> list[GemmConfig]:
+    if rows <= 64:
+        return [GemmConfig(tile_m=64, tile_n=64, consumers=1), GemmConfig(tile_m=64, tile_n=128, split="n")]
+    sizes = [(128, 128), (256, 64)] if p.swiglu else [(128, 256), (256, 128), (128, 128)]
+    return [GemmConfig(tile_m=high, tile_n=wide) for high, wide in sizes]
+
+
+def _tiles(p: cases.Projection, rows: int) -> list[GemmConfig]:
+    tile = GemmConfig
     if rows <= 64:
         narrow = tile(tile_m=64, tile_n=64, consumers=1, shared_waves=0)
         return [narrow, dataclasses.replace(narrow, tile_k=128), tile(tile_m=64, tile_n=128, split="n", shared_waves=0)]
     if rows <= 128:
-        return [
-            tile(tile_m=128, tile_n=64, shared_waves=0),
-            tile(tile_m=64, tile_n=128, split="n"),
-            tile(tile_m=128, tile_n=128),
-        ]
-    if p.experts:
-        sizes = [(128, 128), (256, 64)] if p.swiglu else [(128, 256), (256, 128), (128, 128)]
-        return [tile(tile_m=high, tile_n=wide) for high, wide in sizes]
-    sizes = [(128, 128), (256, 64)] if p.swiglu else [(256, 128), (128, 256), (128, 192), (128, 128)]
-    if rows >= 2048 and not p.swiglu:
-        sizes[2:] = [(256, 192)]
-    tiles = [tile(tile_m=high, tile_n=wide) for high, wide in sizes]
-    return [
-        *(dataclasses.replace(t, fixup_steps=steps) for t in tiles[:2] for steps in _FIXUP_STEPS),
-        dataclasses.replace(tiles[0], shared_waves=0),
-        *tiles[2:],
-    ]
+        pair = tile(tile_m=64, tile_n=128, split="n", cluster=2, shared_waves=0)
+        return [pair, dataclasses.replace(pair, cluster=1), tile(tile_m=128, tile_n=64, shared_waves=0)]
+    wide = tile(tile_m=128, tile_n=128 if p.swiglu else 256, cluster=2)
+    if p.swiglu:
+        return [wide, dataclasses.replace(wide, cluster=1), tile(tile_m=256, tile_n=64)]
+    if rows <= 256:
+        return [tile(tile_m=128, tile_n=128, cluster=2), tile(tile_m=128, tile_n=128), tile(tile_m=128, tile_n=192)]
+    others = [(256, 192)] if rows >= 2048 else [(128, 192), (128, 128)]
+    return [wide, tile(tile_m=256, tile_n=128), *(tile(tile_m=high, tile_n=columns) for high, columns in others)]
+
+
+def _distinct_cuts(tile: GemmConfig, p: cases.Projection, m: int, num_sms: int) -> list[GemmConfig]:
+    """`tile` with each of `_FIXUP_STEPS`, without those that come to the same schedule."""
+    m_tiles, n_tiles = _mosaic.cdiv(m, tile.tile_m * tile.cluster), _mosaic.cdiv(p.n, tile.tile_n)
+    k_steps = _mosaic.cdiv(p.k, tile.tile_k)
+    found: dict[bytes, GemmConfig] = {}
+    for steps in _FIXUP_STEPS:
+        config = dataclasses.replace(tile, fixup_steps=steps)
+        found.setdefault(schedule(m_tiles, n_tiles, k_steps, num_sms // tile.cluster, config).tobytes(), config)
+    return list(found.values())
 
 
 def jobs(kernel: str, num_sms: int, rows: Sequence[int], names: str) -> list[cases.Job]:
@@ -61,7 +79,7 @@ def jobs(kernel: str, num_sms: int, rows: Sequence[int], names: str) -> list[cas
 
 
 def _variants(p: cases.Projection, m: int, num_sms: int) -> Iterator[cases.Variant]:
-    for config in candidates(p, m):
+    for config in candidates(p, m, num_sms):
         yield cases.Variant(describe(config), num_sms, config)
 
 

@@ -15,12 +15,14 @@ def run(
     *,
     workers: int,
     compile_seconds: float = 600.0,
+    job_seconds: float = 60.0,
 ) -> Iterator[tuple[Any, Any]]:
     """Yields each job, in order, with `measure(job, prepare(job, quiet))`, or with the exception of a job that failed.
 
     Preparation runs in `workers` processes at once and stops after `compile_seconds`; jobs not prepared by then are left out.
     One of them at a time can hold `quiet`, for what times things itself. Measuring starts when all are done, one job at a time,
-    with every other process asleep: what runs beside disturbs launches.
+    with every other process asleep: what runs beside disturbs launches. A job that measures for over `job_seconds` fails, and
+    with it what its process had yet to measure.
     """
     context = multiprocessing.get_context("spawn")
     workers = min(workers, len(jobs))
@@ -37,9 +39,15 @@ def run(
         prepared = [pipe.recv() for pipe in pipes]
         for index, job in enumerate(jobs):
             worker, position = index % workers, index // workers
-            if position < prepared[worker]:
-                pipes[worker].send(position)
+            if position >= prepared[worker]:
+                continue
+            pipes[worker].send(position)
+            if pipes[worker].poll(job_seconds):
                 yield job, pipes[worker].recv()
+            else:
+                processes[worker].kill()
+                prepared[worker] = 0
+                yield job, TimeoutError(f"no result in {job_seconds:.0f} s")
     finally:
         for process in processes:
             process.terminate()

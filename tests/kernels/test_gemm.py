@@ -1,4 +1,4 @@
-"""gemm: its schedule as data, the kernel interpreted on the CPU, compiled for an H200 without one, and run on a GPU."""
+"""gemm interpreted on the CPU, compiled for an H200 without one, and run on a GPU."""
 
 import functools
 from typing import Any
@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels import UnsupportedDeviceError, _tuning, gemm, reference
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
 from pallas_kernels._tuning import GemmConfig
-from pallas_kernels.gemm import schedule
 from tests.kernels import aot
 from tests.kernels.interpret import interpreted
 
@@ -57,66 +54,6 @@ def _interpret(operands: Any, extra: Any, *, num_sms: int, config: GemmConfig, *
         return np.asarray(gemm(*operands, **extra, num_sms=num_sms, config=config).astype(jnp.float32))
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    m_tiles=st.integers(1, 9),
-    n_tiles=st.integers(1, 9),
-    k_steps=st.integers(1, 40),
-    num_sms=st.integers(1, 30),
-    group_rows=st.sampled_from([64, 128, 256]),
-    shared_waves=st.integers(0, 2),
-    fixup_steps=st.integers(-40, 40),
-    min_steps=st.integers(1, 5),
-)
-def test_schedule_covers_every_step_once_and_adds_up(
-    m_tiles, n_tiles, k_steps, num_sms, group_rows, shared_waves, fixup_steps, min_steps
-):
-    config = GemmConfig(
-        tile_m=64,
-        tile_n=64,
-        consumers=1,
-        group_rows=group_rows,
-        shared_waves=shared_waves,
-        fixup_steps=fixup_steps,
-        min_steps=min_steps,
-    )
-    table = schedule(m_tiles, n_tiles, k_steps, num_sms, config)
-    done = np.zeros((m_tiles, n_tiles, k_steps), int)
-    left: dict[int, tuple[int, int, int, int]] = {}  # what each CTA leaves behind: tile and steps
-    owned = []
-    for cta, segments in enumerate(table.tolist()):
-        assert segments[-1] == [0] * 6, "every CTA's list ends"
-        live = [s for s in segments if s[3]]
-        assert segments[: len(live)] == live, "nothing behind the end"
-        for m, n, begin, steps, sources, partial in live:
-            done[m, n, begin : begin + steps] += 1
-            assert not (partial and sources)
-            if partial:
-                assert cta not in left, "one slot for a CTA's partial sum"
-                left[cta] = (m, n, begin, begin + steps)
-            else:
-                owned.append((cta, m, n, begin, sources))
-                assert begin + steps == k_steps
-    assert (done == 1).all()
-    used = []
-    for cta, m, n, begin, sources in owned:
-        parts = [left[source] for source in range(cta - sources, cta)]
-        assert [p[:2] for p in parts] == [(m, n)] * sources
-        borders = [0, *(p[3] for p in parts)]
-        assert [p[2] for p in parts] == borders[:-1], "the parts follow each other along k"
-        assert borders[-1] == begin
-        used += range(cta - sources, cta)
-    assert sorted(used) == sorted(left), "every partial sum is added once"
-
-
-def test_schedule_balances():
-    # 3.39 waves: whole tiles would take four.
-    table = schedule(8, 56, 64, 132, GemmConfig(tile_m=256, tile_n=128))
-    assert table[..., 3].sum(axis=1).max() <= 64 * 8 * 56 / 132 + 2
-    # Full waves are not cut.
-    assert not schedule(8, 33, 64, 132, GemmConfig(tile_m=256, tile_n=128))[..., 5].any()
-
-
 @pytest.mark.parametrize(
     ("shape", "extra", "num_sms", "config"),
     [
@@ -139,6 +76,8 @@ def test_interpreted_without_races(shape, extra, num_sms, config):
         # M, N and K end inside tiles.
         pytest.param((80, 144, 80), {"swiglu": True, "bias": True}, 2, _64X128, id="ragged-swiglu"),
         pytest.param((200, 80, 48), {"residual": True}, 3, _128X128, id="ragged-residual"),
+        # Two clusters share three tiles of two CTAs' height; the last is half empty.
+        pytest.param((320, 128, 64), {}, 4, GemmConfig(tile_m=64, tile_n=64, consumers=1, cluster=2, **_CUT), id="clusters"),
     ],
 )
 def test_interpreted_cut_tiles(shape, extra, num_sms, config):
@@ -209,12 +148,20 @@ def aot_cases() -> dict[str, Any]:
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     def case(
-        m: int, k: int, n: int, *, num_sms: int = 132, swiglu: bool = False, bias: bool = False, residual: bool = False
+        m: int,
+        k: int,
+        n: int,
+        *,
+        num_sms: int = 132,
+        swiglu: bool = False,
+        bias: bool = False,
+        residual: bool = False,
+        config: GemmConfig | None = None,
     ) -> Any:
         columns = (2, n) if swiglu else (n,)
 
         def run(a: jax.Array, b: jax.Array, bias: Any, residual: Any) -> jax.Array:
-            return gemm(a, b, bias=bias, residual=residual, swiglu=swiglu, num_sms=num_sms)
+            return gemm(a, b, bias=bias, residual=residual, swiglu=swiglu, num_sms=num_sms, config=config)
 
         return run, (shape(m, k), shape(k, *columns), shape(*columns) if bias else None, shape(m, n) if residual else None)
 
@@ -228,6 +175,8 @@ def aot_cases() -> dict[str, Any]:
         "64 rows, swiglu": case(64, 8192, 3584, swiglu=True),
         "rows of 3696": case(1024, 8192, 3696, swiglu=True),
         "4096 rows": case(4096, 8192, 2560),
+        "cluster": case(2048, 4096, 6144, config=GemmConfig(tile_m=128, tile_n=256, cluster=2)),
+        "cluster, swiglu": case(2048, 4096, 14336, swiglu=True, config=GemmConfig(tile_m=128, tile_n=128, cluster=2)),
     }
 
 

@@ -1,0 +1,68 @@
+"""The GEMM's schedule: pure data, so every property can be checked without a kernel."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.gemm import schedule
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    m_tiles=st.integers(1, 9),
+    n_tiles=st.integers(1, 9),
+    k_steps=st.integers(1, 40),
+    num_sms=st.integers(1, 30),
+    group_rows=st.sampled_from([64, 128, 256]),
+    shared_waves=st.integers(0, 2),
+    fixup_steps=st.integers(-40, 40),
+    min_steps=st.integers(1, 5),
+)
+def test_schedule_covers_every_step_once_and_adds_up(
+    m_tiles, n_tiles, k_steps, num_sms, group_rows, shared_waves, fixup_steps, min_steps
+):
+    config = GemmConfig(
+        tile_m=64,
+        tile_n=64,
+        consumers=1,
+        group_rows=group_rows,
+        shared_waves=shared_waves,
+        fixup_steps=fixup_steps,
+        min_steps=min_steps,
+    )
+    table = schedule(m_tiles, n_tiles, k_steps, num_sms, config)
+    done = np.zeros((m_tiles, n_tiles, k_steps), int)
+    left: dict[int, tuple[int, int, int, int]] = {}  # what each CTA leaves behind: tile and steps
+    owned = []
+    for cta, segments in enumerate(table.tolist()):
+        assert segments[-1] == [0] * 6, "every CTA's list ends"
+        live = [s for s in segments if s[3]]
+        assert segments[: len(live)] == live, "nothing behind the end"
+        for m, n, begin, steps, sources, partial in live:
+            done[m, n, begin : begin + steps] += 1
+            assert not (partial and sources)
+            if partial:
+                assert cta not in left, "one slot for a CTA's partial sum"
+                left[cta] = (m, n, begin, begin + steps)
+            else:
+                owned.append((cta, m, n, begin, sources))
+                assert begin + steps == k_steps
+    assert (done == 1).all()
+    used = []
+    for cta, m, n, begin, sources in owned:
+        parts = [left[source] for source in range(cta - sources, cta)]
+        assert [p[:2] for p in parts] == [(m, n)] * sources
+        borders = [0, *(p[3] for p in parts)]
+        assert [p[2] for p in parts] == borders[:-1], "the parts follow each other along k"
+        assert borders[-1] == begin
+        used += range(cta - sources, cta)
+    assert sorted(used) == sorted(left), "every partial sum is added once"
+
+
+def test_schedule_balances():
+    # 3.39 waves: whole tiles would take four.
+    table = schedule(8, 56, 64, 132, GemmConfig(tile_m=256, tile_n=128))
+    assert table[..., 3].sum(axis=1).max() <= 64 * 8 * 56 / 132 + 2
+    # Full waves are not cut.
+    assert not schedule(8, 33, 64, 132, GemmConfig(tile_m=256, tile_n=128))[..., 5].any()
