@@ -11,13 +11,13 @@ from search.build_plan import build_plan, operation_energy
 from search.constant import constant
 from search.problem import GROUP_OF, Costing, build_problem
 from search.profile_table import ProfileTable
-from search.resources import Allocation, Device, ideal, operating_durations, operating_problem, phased, serial
+from search.resources import Allocation, Device, ideal, operating_durations, phased, serial
 from search.schedule import CyclicOrderError, Node, Schedule, as_solved, dependency_arcs, lane_arcs, retime, tighten
 from search.stage_one import Limits, Report, StageOne, search_structure
 from search.structure import Structure
 from search.workload import BatchMix
 
-STAGE_ONE_WORK = 10.0
+STAGE_ONE_WORK = 14.0
 STAGE_TWO_WORK = 1.5
 CONSTANT_CANDIDATES = 6
 REFINEMENTS = 4
@@ -77,7 +77,8 @@ def auto_search(
     # Stage I may use most of the time, not all: stage II must still run.
     limits = Limits(work=options.work * STAGE_ONE_WORK, deadline=begun + 0.7 * options.time_limit_s, seed=options.seed)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        stage_one, met = _first_stage(costings, device, limits, threads, report)
+        stage_one = _first_stage(costings, limits, threads, report)
+        met: list[tuple[Partition, Structure]] = [(p, s) for p in costings for s in stage_one[p].pool]
         found = _second_stage(costings, met, device, options, begun + options.time_limit_s, threads)
     plans: dict[Shares, PipelinePlan] = {
         form: build_plan(c.costing, c.allocation, form, device, stage_one, costings) for form, c in found.items()
@@ -94,15 +95,11 @@ def auto_search(
 
 
 def _first_stage(
-    costings: Mapping[Partition, Costing],
-    device: Device,
-    limits: Limits,
-    threads: concurrent.futures.Executor,
-    report: Report | None,
-) -> tuple[dict[Partition, StageOne], list[tuple[Partition, Structure]]]:
-    """Stage I of each partition, and all structures met: there, and with the durations that overlapping kernels have."""
+    costings: Mapping[Partition, Costing], limits: Limits, threads: concurrent.futures.Executor, report: Report | None
+) -> dict[Partition, StageOne]:
+    """Stage I of each partition, side by side."""
 
-    def without_interference(p: Partition) -> StageOne:
+    def search(p: Partition) -> StageOne:
         problem = build_problem(costings[p])
 
         def say(label: str, incumbent: float, bound: float) -> None:
@@ -111,13 +108,7 @@ def _first_stage(
 
         return search_structure(problem, limits, say)
 
-    def under_load(p: Partition) -> StageOne:
-        shorter = dataclasses.replace(limits, work=0.5 * limits.work)
-        return search_structure(operating_problem(build_problem(costings[p]), device), shorter)
-
-    outcomes = dict(zip(costings, threads.map(without_interference, costings), strict=True))
-    loaded = dict(zip(costings, threads.map(under_load, costings), strict=True))
-    return outcomes, [(p, s) for p in costings for s in (*outcomes[p].pool, *loaded[p].pool)]
+    return dict(zip(costings, threads.map(search, costings), strict=True))
 
 
 def _second_stage(

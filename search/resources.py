@@ -24,7 +24,6 @@ from ortools.linear_solver import pywraplp
 from nanoflow_jax.plan import Resource
 from search.hardware import PowerModel
 from search.interference import Interference, performance, sms_of_share, useful_shares
-from search.problem import Block, Problem
 from search.schedule import Schedule
 
 SHARE_STEP = 0.1
@@ -128,21 +127,6 @@ def operating_durations(schedule: Schedule, device: Device) -> list[float]:
     loads = {r: sum(n.best_us for n in schedule.nodes if n.resource is r) for r in Resource}
     slower = slowdowns(loads, device)
     return [n.best_us * slower[n.resource] for n in schedule.nodes]
-
-
-def operating_problem(problem: Problem, device: Device) -> Problem:
-    """The stage I problem with durations under `slowdowns`: its structures suit stage II, where overlaps last longer."""
-    loads = {r: 0.0 for r in Resource}
-    for block in problem.blocks:
-        group = problem.groups[block.group]
-        loads[block.resource] += block.duration(group, group.first, group.stop)
-    slower = slowdowns(loads, device)
-
-    def scaled(block: Block) -> Block:
-        ticks = tuple(tuple(round(t * slower[block.resource]) for t in row) for row in block.ticks)
-        return dataclasses.replace(block, ticks=ticks)
-
-    return dataclasses.replace(problem, blocks=tuple(scaled(b) for b in problem.blocks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
