@@ -12,11 +12,8 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
 
-import jax
 from jax import lax
-from jax.experimental import compute_on
 from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
@@ -24,6 +21,7 @@ from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.executor.sequential import Probe, input_tokens, last_of_rows
+from nanoflow_jax.executor.streams import on_stream, where_it_is
 from nanoflow_jax.kernels import Kernels
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
@@ -34,8 +32,6 @@ from nanoflow_jax.plan import NanoBatch, PipelinePlan, Resource, plan_graph
 _POOL = ("k_pages", "v_pages")
 # A plan gives decoding and prompt tokens ranges of their own, so their attention needs no merge.
 _RENAMED = {"decoded": "attended", "prefilled": "attended"}
-# XLA spreads its own asynchronous work over streams 0 to 3; collectives are asynchronous by themselves.
-_STREAM_OF = {Resource.COMPUTE: 5, Resource.MEMORY: 6}
 
 Values = dict[str, Array]
 KernelsFor = Callable[[int], Kernels]
@@ -82,7 +78,7 @@ def forward(
     pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
     num_layers = config.num_layers
     phases = group(plan, num_layers) if mode is Mode.STREAMS else [(placed,) for placed in in_order(plan, num_layers)]
-    annotate = _on_stream if on_streams and mode is Mode.STREAMS else _where_it_is
+    annotate = on_stream if on_streams and mode is Mode.STREAMS else where_it_is
     behind: list[Array] = []
     for phase in phases:
         if mode is not Mode.XLA:
@@ -230,17 +226,3 @@ def _read_elsewhere(node: str, runs: Mapping[str, tuple[tuple[str, ...], tuple[s
 
 def _reads_pool(names: Sequence[str]) -> bool:
     return any(set(_POOL) & set(OPERATIONS[name].reads) for name in names)
-
-
-def _where_it_is(_: Resource, function: Callable) -> Callable:
-    return function
-
-
-def _on_stream(resource: Resource, function: Callable) -> Callable:
-    """Runs `function` on the stream of its resource; collectives are asynchronous by themselves."""
-    if resource not in _STREAM_OF:
-        return function
-    # The function form came with jax 0.11; the runner refuses this mode on older ones.
-    transform: Any = compute_on.compute_on
-    compute_type = f"gpu_stream:{_STREAM_OF[resource]}"
-    return transform(function, compute_type=compute_type, out_memory_spaces=jax.memory.Space.Device)

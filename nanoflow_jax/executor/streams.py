@@ -1,0 +1,58 @@
+"""Runs a function on a GPU stream of its own, inside one jitted step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import compute_on
+from jax.extend import core
+
+from nanoflow_jax.plan import Resource
+
+# XLA spreads its own asynchronous work over streams 0 to 3; collectives are asynchronous by themselves.
+_STREAM_OF = {Resource.COMPUTE: 5, Resource.MEMORY: 6}
+# Primitives that call a jaxpr in one of their parameters and mean no more than its equations.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+def on_stream(resource: Resource, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function` of one pytree, asynchronous on the stream of its resource. Needs jax 0.11 or newer."""
+    if resource not in _STREAM_OF:
+        return function
+    transform: Any = compute_on.compute_on
+    compute_type = f"gpu_stream:{_STREAM_OF[resource]}"
+    return transform(_without_calls(function), compute_type=compute_type, out_memory_spaces=jax.memory.Space.Device)
+
+
+def where_it_is(_: Resource, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function` itself, in the place of `on_stream`."""
+    return function
+
+
+def _without_calls(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function` without jitted functions in it (many of jax.numpy are): XLA cannot place a call within a call on a stream."""
+
+    def inlined(argument: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(argument)
+        results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(argument))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return inlined
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [value(atom) for atom in equation.invars]
+        called = equation.params.get(_CALLS.get(equation.primitive.name, ""))
+        if called is not None:
+            results = _evaluate(called.jaxpr, called.consts, inputs)
+        else:
+            results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+            results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
