@@ -26,7 +26,7 @@ from nanoflow_jax.checkpoints.random_weights import random_parameters
 from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.executor.runner import ExecutionMode, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
-from nanoflow_jax.kv_cache import create_kv_cache
+from nanoflow_jax.kv_cache import KVCache, create_kv_cache
 from nanoflow_jax.models.decoder import build_decoder
 from nanoflow_jax.parallel import make_mesh, parallel_layout
 from nanoflow_jax.plan import PipelinePlan, decode_plan
@@ -85,7 +85,6 @@ def measure(config: ModelConfig, plan: PipelinePlan, num_layers: int, args: argp
     batch, num_pages = steady_batch(config, plan, args.context, args.prompt, args.page_size)
     parameters = random_parameters(config, layout, mesh, dtype, seed=0)
     graph, weights = nnx.split(build_decoder(config, layout, parameters))
-    cache = create_kv_cache(config, layout, mesh, num_pages=num_pages, page_size=args.page_size, dtype=dtype)
     last_tokens = jnp.zeros(plan.b_dense, jnp.int32)
     packed = jnp.asarray(pack(batch))
     device = mesh.devices.flat[0]
@@ -96,31 +95,36 @@ def measure(config: ModelConfig, plan: PipelinePlan, num_layers: int, args: argp
             config, layout, mesh, graph, batch.shape, plan=None if variant.mode == "sequential" else plan, mode=variant.mode,
             kernels=variant.kernels, num_sms=plan.num_sms, on_gpu=on_gpu,
         )  # fmt: skip
-        start = time.perf_counter()
+        cache = create_kv_cache(config, layout, mesh, num_pages=num_pages, page_size=args.page_size, dtype=dtype)
         try:
-            run = step.lower(weights, cache, last_tokens, packed).compile()
+            found[variant.label] = _time(step, weights, cache, last_tokens, packed, args.seconds, on_gpu)
         except Exception as error:  # reported in the mode's row; the other modes still run
             found[variant.label] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            continue
-        compile_s = time.perf_counter() - start
-
-        def steps(count: int, run=run) -> float:
-            nonlocal cache
-            begun = time.perf_counter()
-            for _ in range(count):
-                row_logits, cache = run(weights, cache, last_tokens, packed)
-            row_logits.block_until_ready()
-            return (time.perf_counter() - begun) / count
-
-        steps(2)
-        burst_s = statistics.median(steps(_BURST_STEPS) for _ in range(5))
-        with _Power(on_gpu) as power:
-            sustained_s = steps(max(1, round(args.seconds / burst_s)))
-        found[variant.label] = {
-            "burst_s": burst_s, "sustained_s": sustained_s, "watts": power.mean_watts, "compile_s": compile_s,
-        }  # fmt: skip
-        print(f"{num_layers} layers, {variant.label}: {1e3 * burst_s:.3f} ms a step, compiled in {compile_s:.1f} s", flush=True)
+        print(f"{num_layers} layers, {variant.label}: {found[variant.label]}", flush=True)
     return found
+
+
+def _time(
+    step: Any, weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array, seconds: float, on_gpu: bool
+) -> dict[str, float]:
+    """Compiles and runs one variant; the cache goes from step to step as in the engine."""
+    start = time.perf_counter()
+    run = step.lower(weights, cache, last_tokens, packed).compile()
+    compile_s = time.perf_counter() - start
+
+    def steps(count: int) -> float:
+        nonlocal cache
+        begun = time.perf_counter()
+        for _ in range(count):
+            row_logits, cache = run(weights, cache, last_tokens, packed)
+        row_logits.block_until_ready()
+        return (time.perf_counter() - begun) / count
+
+    steps(2)
+    burst_s = statistics.median(steps(_BURST_STEPS) for _ in range(5))
+    with _Power(on_gpu) as power:
+        sustained_s = steps(max(1, round(seconds / burst_s)))
+    return {"burst_s": burst_s, "sustained_s": sustained_s, "watts": power.mean_watts, "compile_s": compile_s}
 
 
 def variants(on_gpu: bool, kernels: KernelChoice) -> list[Variant]:
