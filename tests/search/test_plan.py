@@ -22,7 +22,7 @@ from nanoflow_jax.plan import (
     unroll,
     validate,
 )
-from search.assemble import hand_plan, rotate, scale_down
+from search.hand_made import hand_plan, rotate, scale_down
 
 replace = msgspec.structs.replace
 
