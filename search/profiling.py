@@ -184,8 +184,10 @@ def profile_command(model: ModelConfig, device: Hardware, tp: int, b_dense: int,
     """`python -m search profile`: measures on the GPUs at hand and prints a JSON line."""
     import json
 
-    from search.profiler import GpuMachine
-
+    try:
+        from search.profiler import GpuMachine
+    except ModuleNotFoundError as error:
+        raise profile_table.ProfileError(f"profiling needs the cuda extra of this package: {error}") from error
     known = profile_table.decode(out.read_bytes()) if out.exists() else None
     table = measure_profile(
         model, device, tp, b_dense, contexts, GpuMachine(tp), known, lambda t: _write(out, t), _Lines()

@@ -120,6 +120,15 @@ def test_errors_name_the_value(capsys: pytest.CaptureFixture[str], changes: dict
     assert captured.out == ""
 
 
+def test_profiling_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import jax
+
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has one")
+    assert main(["profile", "--model", "llama3-8b", "--hardware", "h200", "--out", str(tmp_path / "profile.json")]) == 2
+    assert "profiling needs" in capsys.readouterr().err
+
+
 def _search(name: str, tp: int, device: str, workload: str, b_dense: int, options: Options):
     model, mix = preset(name), steady_mix(parse_workload(workload), b_dense)
     return auto_search(model, analytic_profile(model, hardware(device), tp, [mix]), mix, options)

@@ -2,15 +2,20 @@
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from nanoflow_jax.config import preset
 from nanoflow_jax.plan import TILE, Resource
+from search.analytic import analytic_profile
+from search.hardware import hardware
 from search.milp import solve_milp
-from search.problem import Block, Edge, Group, Problem
-from search.stage_one import Limits, candidate_counts, search_structure, sequential_structure
+from search.problem import Block, Costing, Edge, Group, Problem, build_problem
+from search.stage_one import Limits, base_counts, candidate_counts, search_structure, sequential_structure
 from search.structure import Structure, solve
+from search.workload import parse_workload, steady_mix
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
 
@@ -212,8 +217,6 @@ def test_composition_bound_is_the_cheapest_split() -> None:
 
 
 def test_search_repeats_for_a_seed_and_never_ends_empty() -> None:
-    import time
-
     problem, _ = _random_problem(7)
     limits = Limits(work=2.0, deadline=time.monotonic() + 60, seed=3)
     one, two = (search_structure(problem, limits) for _ in range(2))
@@ -229,3 +232,17 @@ def test_hint_keeps_the_incumbent() -> None:
     again = _solve(TWO_LANES, (2, 2), hint=first, at_most=first.period).best
     assert again is not None
     assert again.period == first.period
+
+
+def test_the_milp_agrees_on_a_real_layer() -> None:
+    """Llama-3-8B on one A100, 1024 tokens, at the starting counts: both programs close."""
+    model, mix = preset("llama3-8b"), steady_mix(parse_workload("512:512"), 1024)
+    table = analytic_profile(model, hardware("a100-80g"), 1, [mix])
+    problem = build_problem(Costing(model=model, table=table, mix=mix, partition="none"))
+    counts = base_counts(problem)
+    solved = _solve(problem, counts)
+    assert solved.best is not None
+    found, bound = solve_milp(problem, counts, upper=problem.sequential_ticks, time_limit_s=60)
+    assert found is not None
+    assert found.period == solved.best.period == solved.bound
+    assert bound == pytest.approx(found.period, abs=1e-3)
