@@ -1,8 +1,9 @@
 """Continuous batching with a constant dense batch: who runs, which pages they own, and what the next step computes.
 
 Decoding sequences come first, one token each; chunks of prompts fill the rest of the dense batch, in order of arrival. A
-request is admitted when the predicted peak of page use fits the pool; it then gets the pages of its whole prompt at once, so
-that only decoding ever asks for more. If that fails after all, the youngest sequence gives up its pages and is computed again.
+request is admitted when the predicted peak of page use fits the pool; it then gets the pages of its whole prompt at once, those
+of a prefix that is cached already and new ones for the rest, so that only decoding ever asks for more. If that fails after all,
+the youngest sequence gives up its pages and is computed again, from what is still cached of it.
 """
 
 import bisect
@@ -14,9 +15,9 @@ import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch
 from nanoflow_jax.plan import PlanSet
-from nanoflow_jax.runtime.page_allocator import PageAllocator
 from nanoflow_jax.runtime.plan_choice import choose_plan
-from nanoflow_jax.runtime.prediction import OutputLengths, peak_pages
+from nanoflow_jax.runtime.prediction import OutputLengths, pages_counted_elsewhere, peak_pages
+from nanoflow_jax.runtime.prefix_cache import PrefixCache, SessionKey, extend_digests
 from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
 
 
@@ -47,6 +48,7 @@ class Batcher:
         max_sequences: int,
         max_length: int,
         num_eos: int,
+        prefix_cache: bool = True,
         plans: PlanSet | None = None,
     ) -> None:
         largest = shapes[-1]
@@ -57,11 +59,15 @@ class Batcher:
         self.b_dense = largest.num_tokens
         self.page_size = page_size
         self.max_running = min(max_sequences, largest.num_rows)
-        self.allocator = PageAllocator(num_pages)
+        self.reuses_prefixes = prefix_cache
+        self.cache = PrefixCache(num_pages)
         self.table = SequenceTable(self.max_running, max_length, largest.pages_per_seq, num_eos)
         self.waiting: deque[Sequence] = deque()
         self.output_lengths = OutputLengths()
         self.num_preemptions = 0
+        self.num_prefix_hits = 0
+        self.num_prefix_misses = 0
+        self.num_reused_tokens = 0
         self._admission_held = False
 
     def add(self, sequence: Sequence) -> None:
@@ -75,7 +81,8 @@ class Batcher:
         if sequence.row < 0:
             self.waiting.remove(sequence)
         else:
-            self._vacate(sequence.row)
+            self._release_pages(sequence.row, sequence.session)
+            self.table.clear(sequence.row)
         self._admission_held = False
 
     def form(self) -> FormedStep | None:
@@ -92,6 +99,8 @@ class Batcher:
         rows = np.concatenate((decoding, prefilling))
         lengths = np.concatenate((np.ones_like(decoding), chunks))
         batch = self._fill(rows, lengths, decoding.size, plan)
+        written = batch.slots[batch.slots >= 0] // self.page_size
+        assert self.cache.are_private(written), "a step writes a page that others may read"
         table.kv_len[rows] += lengths
         batch_rows = np.flatnonzero(table.kv_len[rows] >= table.target[rows])
         sampled = rows[batch_rows]
@@ -99,7 +108,8 @@ class Batcher:
         table.phase[sampled] = Phase.DECODE
         ending = sampled[table.kv_len[sampled] + 1 >= table.final_len[sampled]]
         table.phase[ending] = Phase.ENDING
-        self.allocator.release(table.take_pages(ending))
+        for row, sequence in zip(ending.tolist(), table.sequences[ending], strict=True):
+            self._release_pages(row, sequence.session)
         return FormedStep(
             batch=batch,
             num_tokens=num_tokens,
@@ -118,7 +128,7 @@ class Batcher:
           AssertionError: they do not.
         """
         table = self.table
-        self.allocator.check_integrity(table.held_pages())
+        self.cache.check_integrity(table.held_pages(), self._names_of_held_pages())
         for row in range(table.phase.size):
             sequence = table.sequences[row]
             assert (sequence is None) == (table.phase[row] == Phase.FREE), f"{row=}"
@@ -136,10 +146,10 @@ class Batcher:
         while True:
             decoding = np.flatnonzero(table.phase == Phase.DECODE)
             needy = decoding[table.kv_len[decoding] == table.num_pages[decoding] * self.page_size]
-            if needy.size <= self.allocator.num_free:
+            if needy.size <= self.cache.num_available:
                 break
             self._preempt_youngest()
-        table.block_tables[needy, table.num_pages[needy]] = self.allocator.allocate(needy.size)
+        table.block_tables[needy, table.num_pages[needy]] = self.cache.allocate(needy.size)
         table.num_pages[needy] += 1
         return decoding
 
@@ -153,15 +163,62 @@ class Batcher:
         candidates = np.flatnonzero((self.table.phase == Phase.PREFILL) | (self.table.phase == Phase.DECODE))
         row = int(candidates[np.argmax(self.table.arrival[candidates])])
         sequence = self.table.sequences[row]
-        self._vacate(row)
+        self._release_pages(row, None)
+        self.table.clear(row)
         sequence.preemptions += 1
         self.num_preemptions += 1
         self._admission_held = True
         self.waiting.appendleft(sequence)
 
-    def _vacate(self, row: int) -> None:
-        self.allocator.release(self.table.take_pages(np.array([row])))
-        self.table.clear(row)
+    def _release_pages(self, row: int, session: SessionKey | None) -> None:
+        """Takes a row's pages away. Full ones can be found from now on, until somebody else needs them."""
+        table = self.table
+        if not table.num_pages[row]:
+            return  # it was ending
+        digests = self._digests(row, int(self._num_full(np.array([row]))[0]))
+        pages = table.take_pages(np.array([row]))
+        self.cache.index(pages[: len(digests)].tolist(), digests)
+        self.cache.release(pages, digests, session)
+
+    def _digests(self, row: int, num_pages: int) -> list[bytes]:
+        """Names of a running sequence's first pages."""
+        sequence: Sequence = self.table.sequences[row]  # pyright: ignore[reportAssignmentType]
+        return sequence.page_digests(self.table.tokens[row], self.page_size, num_pages)
+
+    def _num_full(self, rows: np.ndarray) -> np.ndarray:
+        """int32: pages of `rows` that can be reused, full in K and V and with ids that the host knows; 0 without reuse."""
+        table = self.table
+        return np.minimum(table.known[rows], table.kv_len[rows]) // self.page_size * self.reuses_prefixes
+
+    def _index_full_pages(self) -> None:
+        """Lets requests that are admitted now find the pages that running sequences have filled.
+
+        The device may not have computed them yet. But the steps that do have been launched, for these are what `kv_len` counts
+        before this step is filled, and the device runs steps in the order of their launch: whoever finds a page reads it in a
+        later step than the one that writes it.
+        """
+        table = self.table
+        rows = np.flatnonzero((table.phase == Phase.PREFILL) | (table.phase == Phase.DECODE))
+        full, indexed = self._num_full(rows), table.num_indexed[rows]
+        grown = full > indexed
+        pages: list[int] = []
+        digests: list[bytes] = []
+        for row, first, num_full in zip(rows[grown].tolist(), indexed[grown].tolist(), full[grown].tolist(), strict=True):
+            pages += table.block_tables[row, first:num_full].tolist()
+            digests += self._digests(row, num_full)[first:]
+        self.cache.index(pages, digests)
+        table.num_indexed[rows[grown]] = full[grown]
+
+    def _names_of_held_pages(self) -> dict[int, bytes]:
+        """What the full pages of running sequences must be called, computed anew from their tokens."""
+        names = {}
+        for row in np.flatnonzero(self.table.num_pages).tolist():
+            digests: list[bytes] = []
+            sequence: Sequence = self.table.sequences[row]  # pyright: ignore[reportAssignmentType]
+            num_full = int(self._num_full(np.array([row]))[0])
+            extend_digests(digests, sequence.request.cache_salt, self.table.tokens[row], self.page_size, num_full)
+            names |= dict(zip(self.table.block_tables[row].tolist(), digests, strict=False))
+        return names
 
     def _admit(self, budget: int) -> None:
         """Moves requests from the queue to rows, in order, as long as this step can begin them and the predicted peak fits."""
@@ -171,28 +228,53 @@ class Batcher:
             return
         prefilling = np.flatnonzero(table.phase == Phase.PREFILL)
         budget -= int((table.target[prefilling] - table.kv_len[prefilling]).sum())
-        candidates = self._candidates(budget, self.max_running - running.size)
-        admitted = self._count_that_fits(candidates) if candidates else 0
-        if candidates and admitted == 0 and running.size == 0:
+        if budget <= 0 or running.size == self.max_running:
+            return
+        self._index_full_pages()
+        candidates, found = self._candidates(budget, self.max_running - running.size)
+        admitted = self._count_that_fits(candidates, found)
+        if admitted == 0 and running.size == 0:
             admitted = 1  # whatever is predicted, a request alone fits: its output is limited to the pool
-        for sequence in candidates[:admitted]:
+        for pages in found[:admitted]:
+            self.cache.acquire(pages)  # all of them before new pages are taken, which may evict what nobody holds
+        for sequence, pages in zip(candidates[:admitted], found, strict=False):
             self.waiting.popleft()
-            if sequence.admitted_s is None:
-                sequence.admitted_s = time.perf_counter()
-            table.place(sequence, self.allocator.allocate(-(-sequence.tokens.size // self.page_size)))
+            self._note_admission(sequence, pages.size * self.page_size)
+            own = self.cache.allocate(-(-sequence.tokens.size // self.page_size) - pages.size)
+            table.place(sequence, np.concatenate((pages, own)), pages.size, self.page_size)
 
-    def _candidates(self, budget: int, num_rows: int) -> list[Sequence]:
-        """The head of the queue, up to what `budget` tokens can begin and `num_rows` can hold."""
-        candidates = []
+    def _note_admission(self, sequence: Sequence, num_reused: int) -> None:
+        if sequence.admitted_s is None:
+            sequence.admitted_s = time.perf_counter()
+            sequence.cached_tokens = num_reused
+        if sequence.session is not None:
+            self.cache.forget_session(sequence.session)
+        self.num_prefix_hits += num_reused > 0
+        self.num_prefix_misses += num_reused == 0
+        self.num_reused_tokens += num_reused
+
+    def _candidates(self, budget: int, num_rows: int) -> tuple[list[Sequence], list[np.ndarray]]:
+        """The head of the queue, up to what `budget` tokens can begin and `num_rows` can hold; and the cached pages of each."""
+        candidates, found = [], []
         for sequence in self.waiting:
             if budget <= 0 or len(candidates) == num_rows:
                 break
             candidates.append(sequence)
-            budget -= sequence.tokens.size
-        return candidates
+            found.append(self._find_prefix(sequence))
+            budget -= sequence.tokens.size - found[-1].size * self.page_size
+        return candidates, found
 
-    def _count_that_fits(self, candidates: list[Sequence]) -> int:
-        """How many of the candidates, from the first, fit beside those running: now, and at the predicted peak."""
+    def _find_prefix(self, sequence: Sequence) -> np.ndarray:
+        """Cached pages of a waiting sequence's tokens, never of its last one: computing that one gives the next token."""
+        num_pages = (sequence.tokens.size - 1) // self.page_size * self.reuses_prefixes
+        return self.cache.find(sequence.page_digests(sequence.tokens, self.page_size, num_pages))
+
+    def _count_that_fits(self, candidates: list[Sequence], found: list[np.ndarray]) -> int:
+        """How many of the candidates, from the first, fit beside those running: now, and at the predicted peak.
+
+        Args:
+          found: cached pages of each candidate. Pages that several sequences hold count once.
+        """
         table = self.table
         # An ending row has given its pages back. Oldest first; candidates are younger than whoever runs.
         running = np.flatnonzero((table.phase == Phase.PREFILL) | (table.phase == Phase.DECODE))
@@ -202,7 +284,8 @@ class Batcher:
         prompts = np.concatenate((table.prompt_len[running], [s.num_prompt_tokens for s in candidates]))
         finals = np.concatenate((table.final_len[running], [s.final_length for s in candidates]))
         exact = np.concatenate((table.exact[running], [s.exact for s in candidates]))
-        unfilled = lengths - np.concatenate((table.kv_len[running], np.zeros_like(new_lengths)))
+        reused = np.array([pages.size for pages in found])
+        unfilled = lengths - np.concatenate((table.kv_len[running], reused * self.page_size))
 
         # Prompts are filled in this order, with what decoding leaves of each step.
         steps_to_fill = -(-np.cumsum(unfilled) // max(1, self.b_dense - lengths.size))
@@ -210,16 +293,42 @@ class Batcher:
         expected = prompts + self.output_lengths.expected_total(lengths + 1 - prompts, finals - prompts)
         # The last token of an output never enters the cache.
         remaining = np.maximum(np.where(exact, finals, expected) - 1 - lengths, 0)
-        new_pages = np.cumsum(-(-new_lengths // self.page_size))
+        needed = np.cumsum(-(-new_lengths // self.page_size) - reused + self._count_revived(found))
+        shared = self._shared_columns(running, found)
 
         def exceeds(count: int) -> bool:
             n = running.size + count
-            return bool(new_pages[count - 1] > self.allocator.num_free) or (
-                peak_pages(lengths[:n], delays[:n], remaining[:n], self.page_size) > self.allocator.num_pages - 1
-            )
+            elsewhere = pages_counted_elsewhere(shared[:n], delays[:n] + remaining[:n], self.cache.num_pages)
+            peak = peak_pages(lengths[:n] - elsewhere * self.page_size, delays[:n], remaining[:n], self.page_size)
+            return bool(needed[count - 1] > self.cache.num_available) or peak > self.cache.num_pages - 1
 
         # The peak grows with every candidate.
         return bisect.bisect_left(range(1, len(candidates) + 1), True, key=exceeds)
+
+    def _count_revived(self, found: list[np.ndarray]) -> np.ndarray:
+        """int64: pages that nobody holds and that each candidate is the first to hold again."""
+        pages = np.concatenate(found)
+        if not pages.size:
+            return np.zeros(len(found), np.int64)
+        claimant = np.repeat(np.arange(len(found)), [pages.size for pages in found])
+        unused = np.flatnonzero(self.cache.are_unused(pages))
+        _, first = np.unique(pages[unused], return_index=True)
+        return np.bincount(claimant[unused[first]], minlength=len(found))
+
+    def _shared_columns(self, running: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
+        """int32[n, w]: the pages of running rows and then candidates that several may hold, 0 where there is none.
+
+        A page has the same place in everybody's block table, so all that are shared are in the first w columns, w being the
+        longest prefix that anybody found.
+        """
+        table = self.table
+        width = max(table.num_shared[running].max(initial=0), max(pages.size for pages in found))
+        shared = np.zeros((running.size + len(found), width), np.int32)
+        shared[: running.size] = table.block_tables[running, :width]
+        shared[: running.size][np.arange(width) >= table.num_pages[running, None]] = 0
+        for row, pages in zip(shared[running.size :], found, strict=True):
+            row[: pages.size] = pages
+        return shared
 
     def _prefill_chunks(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows that prefill in this step, oldest first, and the tokens that each gets of `budget`."""

@@ -56,6 +56,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       output_tokens: tokens delivered (and billed); `dropped_tokens` were computed for requests that had ended.
       finished: requests by finish reason.
       form_s, launch_s, consume_s: host work; wait_s: time spent waiting for the device.
+      free_pages: pages that no request holds; cached contents do not keep a page from being used for something else.
+      prefix_hits, prefix_misses: admissions that found a cached prefix, or none; of a preempted request each counts.
+      reused_tokens: tokens that admissions found in the cache, and that were therefore not computed.
+      cached_pages: pages that can be found, held or not; `evicted_pages`: those whose contents gave way to others.
+      kept_sessions: sessions for which something is kept.
     """
 
     steps: int
@@ -76,6 +81,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     num_pages: int
     free_pages: int
+    prefix_hits: int
+    prefix_misses: int
+    reused_tokens: int
+    cached_pages: int
+    evicted_pages: int
+    kept_sessions: int
     b_dense: int
     num_compilations: int
 
@@ -83,8 +94,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """Requests in, events out, one step at a time. Not thread-safe; `EngineService` puts a thread around it."""
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer | None = None, *, sync: bool = False) -> None:
-        """`sync` consumes each step before the next is formed: the same tokens, without overlap of host and device."""
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer | None = None, *, sync: bool = False, prefix_cache: bool = True
+    ) -> None:
+        """A fresh engine with an empty pool.
+
+        Args:
+          sync: consume each step before the next is formed: the same tokens, without overlap of host and device.
+          prefix_cache: reuse K and V of prompts that begin alike, and of conversations.
+        """
         self.runner = runner
         self.tokenizer = tokenizer
         self.sync = sync
@@ -101,6 +119,7 @@ class Engine:
             max_sequences=runner.max_sequences,
             max_length=runner.max_context,
             num_eos=len(runner.config.eos_token_ids),
+            prefix_cache=prefix_cache,
             plans=runner.plan_set,
         )
         self._in_flight: tuple[FormedStep, Any] | None = None
@@ -179,6 +198,10 @@ class Engine:
         self._in_flight = self._launch()
         return self._consume(previous) if previous else []
 
+    def clear_prefix_cache(self) -> None:
+        """Forgets what is cached and not in use."""
+        self.batcher.cache.clear()
+
     def stats(self) -> EngineStats:
         return EngineStats(
             **self._counts,
@@ -187,8 +210,14 @@ class Engine:
             preemptions=self.batcher.num_preemptions,
             waiting=len(self.batcher.waiting),
             running=self.batcher.table.num_running,
-            num_pages=self.batcher.allocator.num_pages,
-            free_pages=self.batcher.allocator.num_free,
+            num_pages=self.batcher.cache.num_pages,
+            free_pages=self.batcher.cache.num_available,
+            prefix_hits=self.batcher.num_prefix_hits,
+            prefix_misses=self.batcher.num_prefix_misses,
+            reused_tokens=self.batcher.num_reused_tokens,
+            cached_pages=self.batcher.cache.num_cached,
+            evicted_pages=self.batcher.cache.num_evicted,
+            kept_sessions=self.batcher.cache.num_sessions,
             b_dense=self.batcher.b_dense,
             num_compilations=self.runner.num_compilations,
         )
@@ -313,7 +342,7 @@ class Engine:
             sequence,
             finish_reason=reason,
             error=error,
-            usage=Usage(prompt_tokens=sequence.num_prompt_tokens, output_tokens=len(output_ids), cached_tokens=0),
+            usage=Usage(sequence.num_prompt_tokens, len(output_ids), sequence.cached_tokens),
             timing=Timing(
                 admitted_s=None if sequence.admitted_s is None else sequence.admitted_s - submitted,
                 first_token_s=None if sequence.first_token_s is None else sequence.first_token_s - submitted,

@@ -1,10 +1,14 @@
-"""Which pages of the KV pool are free, and how many sequences hold each of the others."""
+"""Which pages of the KV pool are free, and how many hold each of the others."""
 
 import numpy as np
 
 
 class PageAllocator:
-    """A stack of free pages with a reference count per page. Page 0 is the dummy page and is never handed out."""
+    """A stack of free pages with a reference count per page. Page 0 is the dummy page and is never handed out.
+
+    Attributes:
+      references: int32[num_pages], how many hold each page; for reading only.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -13,7 +17,7 @@ class PageAllocator:
         # Popped from the end, so the lowest ids go first and the most recently freed (warm in the device's caches) next.
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = num_pages - 1
-        self._references = np.zeros(num_pages, np.int32)
+        self.references = np.zeros(num_pages, np.int32)
 
     @property
     def num_free(self) -> int:
@@ -33,19 +37,19 @@ class PageAllocator:
             raise MemoryError(f"{count} pages wanted, {self._num_free} free")
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count].copy()
-        self._references[pages] = 1
+        self.references[pages] = 1
         return pages
 
     def share(self, pages: np.ndarray) -> None:
         """Adds a reference to each of the distinct `pages`, which must be in use."""
-        assert (self._references[pages] > 0).all(), f"sharing a free page: {pages}"
-        self._references[pages] += 1
+        assert (self.references[pages] > 0).all(), f"sharing a free page: {pages}"
+        self.references[pages] += 1
 
     def release(self, pages: np.ndarray) -> None:
         """Drops a reference per entry of `pages` (a page held twice may be listed twice); those without any become free."""
-        np.subtract.at(self._references, pages, 1)
-        assert (self._references[pages] >= 0).all(), f"released more often than held: {pages}"
-        freed = np.unique(pages[self._references[pages] == 0])
+        np.subtract.at(self.references, pages, 1)
+        assert (self.references[pages] >= 0).all(), f"released more often than held: {pages}"
+        freed = np.unique(pages[self.references[pages] == 0])
         self._free[self._num_free : self._num_free + freed.size] = freed
         self._num_free += freed.size
 
@@ -60,6 +64,6 @@ class PageAllocator:
         assert not (free == 0).any(), "the dummy page is in the free list"
         counts = np.bincount(held, minlength=self.num_pages)
         assert counts[0] == 0, "the dummy page is held"
-        assert (counts == self._references).all(), f"reference counts are wrong: {np.flatnonzero(counts != self._references)}"
-        assert (self._references[free] == 0).all(), "a free page is held"
+        assert (counts == self.references).all(), f"reference counts are wrong: {np.flatnonzero(counts != self.references)}"
+        assert (self.references[free] == 0).all(), "a free page is held"
         assert free.size + np.count_nonzero(counts) == self.num_pages - 1, "a page is lost"

@@ -37,6 +37,30 @@ def peak_pages(lengths: np.ndarray, delays: np.ndarray, remaining: np.ndarray, p
     return int(pages.max())
 
 
+def pages_counted_elsewhere(pages: np.ndarray, ends: np.ndarray, num_pages: int) -> np.ndarray:
+    """int64[n]: how many of each sequence's pages another one, which ends later, holds too.
+
+    A page is in use as long as any of its holders runs, so counting it with the one that ends last (any one of those that end
+    together) counts it once, at all times. As whole pages that a sequence needs no more, they can be taken off its length.
+
+    Args:
+      pages: int[n, w], pages that may be held by several, 0 for none.
+      ends: int[n], when each sequence gives its pages back.
+      num_pages: of the pool.
+    """
+    if not pages.shape[1]:
+        return np.zeros(ends.size, np.int64)
+    by_end = np.argsort(ends)
+    rank = np.repeat(np.arange(ends.size), pages.shape[1])
+    held = pages[by_end].ravel()
+    latest = np.zeros(num_pages, np.int64)
+    latest[held] = rank  # of several values for one page, the last stays
+    elsewhere = (latest[held] != rank) & (held > 0)
+    counts = np.empty(ends.size, np.int64)
+    counts[by_end] = elsewhere.reshape(pages.shape).sum(axis=1)
+    return counts
+
+
 def _pages_of_first(counts: np.ndarray, growing: np.ndarray, times: np.ndarray, page_size: int) -> np.ndarray:
     """int64 over times: the sum of floor((growing_j + t) / page_size) over the first `counts` sequences, one count per time."""
     whole, rest = np.divmod(growing, page_size)

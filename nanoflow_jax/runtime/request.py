@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 32
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 256  # of a session, and of a cache salt
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,12 +47,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `stream=False` asks for a single event at the end instead of one per step."""
+    """One prompt to continue.
+
+    Attributes:
+      stream: False asks for a single event at the end instead of one per step.
+      session_id: names a conversation. A prompt finds what is cached of its beginning with or without it; but what a request
+        of a session leaves in the cache, its output included, is evicted after everything that no session keeps, until the
+        session's next request is admitted. Nothing else depends on it.
+      cache_salt: the request shares cached pages with requests of the same salt only. Where one tenant must not learn, from how
+        fast an answer comes or from `cached_tokens`, what another has sent, give each its own.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams = SamplingParams()
     stream: bool = True
+    session_id: str | None = None
+    cache_salt: str | None = None
 
 
 class FinishReason(enum.Enum):
@@ -97,7 +109,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of a request. `cached_tokens` counts prompt tokens whose K and V were found in the pool instead of computed."""
+    """Tokens of a request. `cached_tokens` counts prompt tokens whose K and V were found in the pool when the request was first
+    admitted, and therefore not computed."""
 
     prompt_tokens: int
     output_tokens: int
@@ -151,6 +164,8 @@ def validate(request: Request, limits: Limits) -> np.ndarray:
     """
     if not isinstance(request.request_id, str) or not request.request_id:
         raise _bad("request_id", request.request_id, "must be a non-empty string")
+    for field in ("session_id", "cache_salt"):
+        _check_name(field, getattr(request, field))
     validate_params(request.params, limits)
     prompt = _prompt_array(request.prompt_token_ids, limits.vocab_size)
     if prompt.size >= limits.max_context:
@@ -199,6 +214,11 @@ def _check_stop_strings(stop: tuple[str, ...], limits: Limits) -> None:
             raise _bad("stop", text, f"must be a string of 1 to {MAX_STOP_CHARS} characters")
     if stop and not limits.has_tokenizer:
         raise _bad("stop", stop, "needs a model with a tokenizer")
+
+
+def _check_name(field: str, name: object) -> None:
+    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable()):
+        raise _bad(field, name, f"must be a string of 1 to {MAX_NAME_CHARS} printable characters")
 
 
 def _prompt_array(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

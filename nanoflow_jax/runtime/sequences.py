@@ -9,6 +9,7 @@ import enum
 
 import numpy as np
 
+from nanoflow_jax.runtime.prefix_cache import SessionKey, extend_digests
 from nanoflow_jax.runtime.request import MAX_STOP_TOKENS, Request, TokenLogprobs
 from nanoflow_jax.runtime.text import TextStream
 
@@ -33,6 +34,8 @@ class Sequence:
       tokens: prompt and output so far while the sequence waits; a running one has them in the table.
       row: its table row, -1 while it waits.
       preemptions: how often it lost its row.
+      digests: names of its full pages so far, for the prefix cache; tokens never change, so neither do these.
+      cached_tokens: prompt tokens that it found in the prefix cache when it was first admitted.
       stopped_by_token: its last token is a stop token, which is no part of the text.
       logprobs, undelivered_ids, undelivered_text: output that no event has carried yet; logprobs is None if not asked for.
     """
@@ -49,6 +52,8 @@ class Sequence:
     row: int = -1
     preemptions: int = 0
     finished: bool = False
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
     stopped_by_token: bool = False
     logprobs: list[TokenLogprobs] | None = None
     undelivered_ids: list[int] = dataclasses.field(default_factory=list)
@@ -66,6 +71,16 @@ class Sequence:
         """Count on final_length, not on an estimate: it says so itself, or a wrong estimate has cost it its row before."""
         return self.request.params.ignore_eos or self.preemptions > 0
 
+    @property
+    def session(self) -> SessionKey | None:
+        request = self.request
+        return None if request.session_id is None else (request.cache_salt, request.session_id)
+
+    def page_digests(self, tokens: np.ndarray, page_size: int, num_pages: int) -> list[bytes]:
+        """Names of its first `num_pages` pages, all of them full; `tokens` are its own, wherever they are kept."""
+        extend_digests(self.digests, self.request.cache_salt, tokens, page_size, num_pages)
+        return self.digests[:num_pages]
+
 
 class SequenceTable:
     """One row per running sequence.
@@ -77,7 +92,8 @@ class SequenceTable:
       kv_len: tokens whose K and V launched steps have computed; a launched sampling step promises token number kv_len.
       target: tokens to prefill, those known when the row was filled.
       prompt_len, final_len, arrival, exact, attended: of the sequence.
-      num_pages, block_tables: pages owned, and which.
+      num_pages, block_tables: pages held, and which. The first `num_shared` were found in the prefix cache; the first
+        `num_indexed` have been offered to it. None of these is ever written by the row.
       tokens: prompt and output ids.
       stop_ids: padded with -1.
     """
@@ -94,6 +110,8 @@ class SequenceTable:
         self.exact = np.zeros(num_rows, bool)
         self.attended = np.zeros(num_rows, bool)
         self.num_pages = np.zeros(num_rows, np.int32)
+        self.num_shared = np.zeros(num_rows, np.int32)
+        self.num_indexed = np.zeros(num_rows, np.int32)
         self.block_tables = np.zeros((num_rows, pages_per_seq), np.int32)
         # Never touched memory is never mapped: the size is an upper bound, not what a short context uses.
         self.tokens = np.empty((num_rows, max_length), np.int32)
@@ -109,8 +127,12 @@ class SequenceTable:
     def num_running(self) -> int:
         return int(np.count_nonzero(self.phase))
 
-    def place(self, sequence: Sequence, pages: np.ndarray) -> int:
-        """Fills a free row with a sequence that starts (or starts again) to prefill all of its tokens; returns the row."""
+    def place(self, sequence: Sequence, pages: np.ndarray, num_shared: int, page_size: int) -> int:
+        """Fills a free row with a sequence that starts (or starts again) to prefill; returns the row.
+
+        Args:
+          pages: for all of its tokens; the first `num_shared`, full and not all of them, hold K and V already.
+        """
         row = int(np.argmin(self.phase))
         assert self.phase[row] == Phase.FREE, "no free row"
         params = sequence.request.params
@@ -118,7 +140,8 @@ class SequenceTable:
         self.phase[row] = Phase.PREFILL
         self.sequences[row] = sequence
         self.known[row] = length
-        self.kv_len[row] = 0
+        assert num_shared * page_size < length, "the last token is always computed, for its logits"
+        self.kv_len[row] = num_shared * page_size
         self.target[row] = length
         self.prompt_len[row] = sequence.num_prompt_tokens
         self.final_len[row] = sequence.final_length
@@ -126,6 +149,7 @@ class SequenceTable:
         self.exact[row] = sequence.exact
         self.attended[row] = sequence.attended
         self.num_pages[row] = pages.size
+        self.num_shared[row] = self.num_indexed[row] = num_shared
         self.block_tables[row, : pages.size] = pages
         self.tokens[row, :length] = sequence.tokens
         self.stop_ids[row] = -1

@@ -1,13 +1,15 @@
 """A runner whose "model" is a hash of what it reads through block tables: any wrong page, slot, position or token shows.
 
-Each token leaves one number in a pool of slots, a function of the token and its position. A row's next token is a hash of the
-numbers that its block table and kv_len lead to. `plain_decode` computes the same from a plain list of tokens.
+Each token leaves one number in a pool of slots, a function of the token, its position and, as in a model, all tokens before it
+(by way of the number that the block table gives for the one before). A row's next token is a hash of the numbers that its
+block table and kv_len lead to. `plain_decode` computes the same from a plain list of tokens.
 """
 
 import copy
 import dataclasses
 import threading
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -31,10 +33,13 @@ def _mix(x: int) -> int:
     return x ^ (x >> 29)
 
 
-def _kv_values(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        x = (tokens.astype(np.uint64) + 1) * np.uint64(_PRIME) + positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        return x ^ (x >> np.uint64(17))
+def _kv_values(tokens: Iterable[int], first_position: int, previous: int) -> list[int]:
+    """Numbers of consecutive tokens; `previous` is that of the token before them, 0 at the start."""
+    values = []
+    for position, token in enumerate(tokens, first_position):
+        previous = _mix(previous ^ (token + 1) * _PRIME + position * 0xD1B54A32D192ED03 & _MASK)
+        values.append(previous)
+    return values
 
 
 def _next_token(kv: np.ndarray, temperature: float, seed: int, vocab_size: int) -> tuple[int, int]:
@@ -53,10 +58,10 @@ def plain_decode(config: ModelConfig, prompt, params: SamplingParams, *, pool_to
     limit = min(params.max_tokens, config.max_context - len(tokens), pool_tokens + 1 - len(tokens))
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos_token_ids))
     output: list[int] = []
+    kv = _kv_values(tokens, 0, 0)
     while len(output) < limit and not (output and output[-1] in stops):
-        kv = _kv_values(np.array(tokens), np.arange(len(tokens)))
-        token, _ = _next_token(kv, params.temperature, params.seed or 0, config.vocab_size)
-        tokens.append(token)
+        token, _ = _next_token(np.array(kv, np.uint64), params.temperature, params.seed or 0, config.vocab_size)
+        kv += _kv_values([token], len(kv), kv[-1])
         output.append(token)
     return output
 
@@ -153,8 +158,7 @@ class MockRunner:
     def _execute(self, batch: Batch, num_logprobs: int) -> MockResult:
         check_batch(batch, self.page_size)
         tokens = np.where(batch.token_rows >= 0, self._last_tokens[batch.token_rows], batch.token_ids)
-        real = batch.slots >= 0
-        self._pool[batch.slots[real]] = _kv_values(tokens[real], batch.positions[real])
+        self._write_kv(batch, tokens)
         num_rows = batch.kv_lens.size
         token_ids = np.full(num_rows, -12345, np.int64)
         logprobs = np.zeros(num_rows, np.float32)
@@ -172,6 +176,14 @@ class MockRunner:
             return MockResult(token_ids, logprobs, None, None)
         top = (token_ids[:, None] + np.arange(num_logprobs)) % self.config.vocab_size
         return MockResult(token_ids, logprobs, top, logprobs[:, None] - np.arange(num_logprobs, dtype=np.float32))
+
+    def _write_kv(self, batch: Batch, tokens: np.ndarray) -> None:
+        for row in np.flatnonzero(batch.q_lens):
+            span = slice(batch.q_starts[row], batch.q_starts[row] + batch.q_lens[row])
+            first = int(batch.positions[span.start])
+            page, offset = divmod(first - 1, self.page_size)
+            previous = int(self._pool[batch.block_tables[row, page] * self.page_size + offset]) if first else 0
+            self._pool[batch.slots[span]] = _kv_values(tokens[span].tolist(), first, previous)
 
 
 def check_batch(batch: Batch, page_size: int) -> None:
@@ -201,7 +213,8 @@ def check_batch(batch: Batch, page_size: int) -> None:
         owned = int(np.count_nonzero(batch.block_tables[row]))
         assert owned >= -(-kv_len // page_size)
         assert (batch.block_tables[row, :owned] > 0).all()
-    listed = batch.block_tables[batch.block_tables > 0]
-    assert np.unique(listed).size == listed.size, "a page is in two block tables"
+        assert np.unique(batch.block_tables[row, :owned]).size == owned, "a page is twice in a block table"
+    holders = np.bincount(batch.block_tables[batch.block_tables > 0])
+    assert (holders[batch.slots[batch.slots >= 0] // page_size] == 1).all(), "a page is written that two sequences hold"
     live = batch.sequence_rows[batch.sequence_rows >= 0]
     assert np.unique(live).size == live.size

@@ -36,8 +36,13 @@ class Output:
         return self.last.finish_reason if self.last else None
 
 
-def run(engine: Engine, requests, *, cancels=None, arrivals=None, max_steps: int = 20_000) -> dict[str, Output]:
-    """Runs requests to the end, checking pages after every step. `cancels` and `arrivals` map request ids to step numbers."""
+def run(
+    engine: Engine, requests, *, cancels=None, arrivals=None, clears=(), on_step=None, max_steps: int = 20_000
+) -> dict[str, Output]:
+    """Runs requests to the end, checking pages after every step.
+
+    `cancels` and `arrivals` map request ids to step numbers; at the steps in `clears` the prefix cache is cleared.
+    """
     outputs = {request.request_id: Output() for request in requests}
     arrivals = arrivals or {}
     waiting = sorted(requests, key=lambda request: arrivals.get(request.request_id, 0))
@@ -48,12 +53,16 @@ def run(engine: Engine, requests, *, cancels=None, arrivals=None, max_steps: int
         for request_id, at in (cancels or {}).items():
             if at == step and (event := engine.cancel(request_id)) is not None:
                 outputs[request_id].take(event)
+        if step in clears:
+            engine.clear_prefix_cache()
         for event in engine.step():
             outputs[event.request_id].take(event)
         engine.batcher.check_integrity()
+        if on_step is not None:
+            on_step()
         step += 1
         assert step < max_steps, "does not end"
-    assert engine.batcher.allocator.num_used == 0
+    assert engine.batcher.cache.num_available == engine.batcher.cache.num_pages - 1
     assert engine.batcher.table.num_running == 0
     return outputs
 
@@ -385,7 +394,7 @@ def test_a_failing_tokenizer_ends_one_request_only():
     assert outputs["bad"].reason is FinishReason.ERROR
     assert "no such token" in outputs["bad"].last.error
     assert outputs["good"].reason is not FinishReason.ERROR
-    assert engine.batcher.allocator.num_used == 0
+    assert engine.batcher.cache.num_available == engine.batcher.cache.num_pages - 1
 
 
 def test_a_pool_of_exactly_what_all_need_runs_all_at_once():

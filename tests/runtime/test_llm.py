@@ -59,8 +59,9 @@ def _continuations(golden) -> tuple[list[list[int]], list[SamplingParams], list[
 
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("preempting", [False, True])
-def test_golden_tokens_from_every_prefix_at_once(engines, golden, sync, preempting):
-    engine = engines(preempting=preempting, sync=sync)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_golden_tokens_from_every_prefix_at_once(engines, golden, sync, preempting, reuse):
+    engine = engines(preempting=preempting, sync=sync, prefix_cache=reuse)
     compiled = engine.stats().num_compilations
     prompts, params, expected = _continuations(golden)
     completions = generate(engine, prompts, params)
@@ -73,13 +74,19 @@ def test_golden_tokens_from_every_prefix_at_once(engines, golden, sync, preempti
     stats = engine.stats()
     assert stats.num_compilations == compiled, "nothing compiles while serving"
     assert stats.free_pages == stats.num_pages - 1
-    assert (stats.preemptions > 0) == preempting
+    if reuse:
+        assert stats.reused_tokens > stats.prompt_tokens / 2, "the prompts are prefixes of each other"
+    else:
+        assert (stats.preemptions > 0) == preempting
 
 
-def test_logprobs_are_those_of_the_golden_logits(engines, golden):
+def test_case_7_logprobs_are_those_of_the_golden_logits_with_a_cached_prefix_too(engines, golden):
     prompts = [golden["input_ids"][:end].tolist() for end in (1, 5, 20, 37)]
-    completions = generate(engines(), prompts, SamplingParams(max_tokens=1, logprobs=5))
-    for completion, prompt in zip(completions, prompts, strict=True):
+    engine = engines()
+    completions = generate(engine, prompts, SamplingParams(max_tokens=1, logprobs=5))
+    again = generate(engine, prompts, SamplingParams(max_tokens=1, logprobs=5))
+    assert [completion.usage.cached_tokens for completion in again] == [0, 4, 16, 36]
+    for completion, prompt in zip([*completions, *again], [*prompts, *prompts], strict=True):
         logits = golden["logits"][len(prompt) - 1].astype(np.float64)
         exact = logits - np.log(np.exp(logits).sum())
         assert completion.logprobs is not None
