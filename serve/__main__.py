@@ -76,6 +76,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("auto", *get_args(KernelChoice)),
         help="auto: the best for the device (default)",
     )
+    group.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt as a whole, whatever the pool still holds of it"
+    )
     group.add_argument("--sync", action="store_true", help="read each step's tokens before the next is formed: a baseline")
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
@@ -135,6 +138,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         tp_size=args.tp,
         runner=runner,
         sync=args.sync,
+        prefix_cache=not args.no_prefix_cache,
         cache_dir=None if args.no_cache else args.cache_dir,
     )
 

@@ -199,20 +199,38 @@ class AsyncClient:
             raise ServerError(answer.code, answer.message)
         raise ConnectionLostError(f"{address} did not answer the handshake")
 
-    async def generate(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Generation:  # noqa: B008 (frozen)
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generation:
         """The whole answer to a prompt: text, token ids, or chat messages.
+
+        Args:
+          session_id: names a conversation, so that the server keeps what its next request begins with.
+          cache_salt: share the server's cache with requests of the same salt only.
 
         Raises:
           ServerError: the request was refused or failed.
         """
-        async with await self._start(prompt, params, stream=False) as stream:
+        async with await self._start(prompt, params, session_id, cache_salt, stream=False) as stream:
             async for _ in stream:
                 pass
         return stream.result
 
-    async def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> AsyncStream:  # noqa: B008 (frozen)
-        """Starts a generation; iterate over what this returns. Errors are raised by the iteration."""
-        return await self._start(prompt, params, stream=True)
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncStream:
+        """Starts a generation as `generate` does; iterate over what this returns. Errors are raised by the iteration."""
+        return await self._start(prompt, params, session_id, cache_salt, stream=True)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = protocol.Tokenize(id=next(self._ids), text=text, add_special_tokens=add_special_tokens)
@@ -248,8 +266,17 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _start(self, prompt: Prompt, params: SamplingParams, *, stream: bool) -> AsyncStream:
-        request = protocol.Generate(id=next(self._ids), prompt=as_prompt(prompt), params=params, stream=stream)
+    async def _start(
+        self, prompt: Prompt, params: SamplingParams, session_id: str | None, cache_salt: str | None, *, stream: bool
+    ) -> AsyncStream:
+        request = protocol.Generate(
+            id=next(self._ids),
+            prompt=as_prompt(prompt),
+            params=params,
+            stream=stream,
+            session_id=session_id,
+            cache_salt=cache_salt,
+        )
         return AsyncStream(self, request.id, await self._send(request))
 
     def _cancel(self, target: int) -> None:

@@ -95,13 +95,27 @@ class Client:
     def welcome(self) -> protocol.Welcome:
         return self._client.welcome
 
-    def generate(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Generation:  # noqa: B008 (frozen)
-        """The whole answer to a prompt: text, token ids, or chat messages. Raises ServerError if it was refused or failed."""
-        return self._wait(self._client.generate(prompt, params))
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """The whole answer to a prompt, as `AsyncClient.generate` gives it."""
+        return self._wait(self._client.generate(prompt, params, session_id=session_id, cache_salt=cache_salt))
 
-    def stream(self, prompt: Prompt, params: SamplingParams = SamplingParams()) -> Stream:  # noqa: B008 (frozen)
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        *,
+        session_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Stream:
         """Starts a generation; iterate over what this returns. Errors are raised by the iteration."""
-        return Stream(self, self._wait(self._client.stream(prompt, params)))
+        return Stream(self, self._wait(self._client.stream(prompt, params, session_id=session_id, cache_salt=cache_salt)))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._wait(self._client.tokenize(text, add_special_tokens=add_special_tokens))
@@ -179,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     add_connection_arguments(parser)
     parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message of the user")
     parser.add_argument("--system", help="with --chat: a system message before it")
+    parser.add_argument("--session", metavar="ID", help="names a conversation, whose next request will begin like this one")
+    parser.add_argument("--cache-salt", metavar="SALT", help="share the server's cache with requests of this salt only")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming text")
     parser.add_argument("--show", choices=("model", "stats", "health"), help="print what the server says of itself, as JSON")
     defaults = SamplingParams()
@@ -223,11 +239,12 @@ def _show(client: Client, what: str) -> None:
 
 
 def _generate(client: Client, args: argparse.Namespace) -> None:
-    prompt = _prompt(args)
+    prompt, params = _prompt(args), _params(args)
+    caching = {"session_id": args.session, "cache_salt": args.cache_salt}
     if args.json:
-        print(msgspec.json.encode(client.generate(prompt, _params(args))).decode())
+        print(msgspec.json.encode(client.generate(prompt, params, **caching)).decode())
         return
-    with client.stream(prompt, _params(args)) as stream:
+    with client.stream(prompt, params, **caching) as stream:
         for chunk in stream:
             print(chunk.text, end="", flush=True)
     print()

@@ -330,7 +330,12 @@ class Connection:
         generation = Generation(message.id, f"{self._name}#{self._next_key}")
         self._next_key += 1
         request = runtime.Request(
-            request_id=generation.key, prompt_token_ids=token_ids, params=message.params, stream=message.stream
+            request_id=generation.key,
+            prompt_token_ids=token_ids,
+            params=message.params,
+            stream=message.stream,
+            session_id=message.session_id,
+            cache_salt=message.cache_salt,
         )
         self._backend.service.submit(request, lambda event: self._bridge.post(self, generation, event))
         # Events wait in the bridge until this coroutine yields, so none is delivered before the generation is listed.

@@ -99,12 +99,14 @@ Prompt = Text | TokenIds | Chat
 
 class Generate(_Message, tag="generate"):
     """Continues a prompt, as `params` say (nanoflow_jax.runtime.request describes them). `stream`: answer with `Delta`s as
-    text appears, else with one `Finished`."""
+    text appears, else with one `Finished`. `session_id` and `cache_salt` are those of `runtime.request.Request`."""
 
     id: RequestId
     prompt: Prompt
     params: SamplingParams = SamplingParams()
     stream: bool = True
+    session_id: str | None = None
+    cache_salt: str | None = None
 
 
 class Cancel(_Message, tag="cancel"):

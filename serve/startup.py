@@ -26,6 +26,7 @@ class EngineOptions:
     tp_size: int
     runner: RunnerConfig
     sync: bool
+    prefix_cache: bool
     cache_dir: Path | None
 
 
@@ -48,6 +49,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
             tp_size=options.tp_size,
             options=options.runner,
             sync=options.sync,
+            prefix_cache=options.prefix_cache,
             models_dir=options.models_dir,
             cache_dir=options.cache_dir,
             progress=progress,

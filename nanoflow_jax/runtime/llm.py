@@ -63,6 +63,7 @@ class LLM:
         tp_size: int = 1,
         options: RunnerConfig | None = None,
         sync: bool = False,
+        prefix_cache: bool = True,
         models_dir: Path | None = None,
         cache_dir: Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
@@ -75,6 +76,7 @@ class LLM:
           options: sizes of steps and pool.
           cache_dir: keep compiled steps there, for every model of this process from then on.
           sync: read each step's tokens before the next is formed.
+          prefix_cache: reuse what is cached of prompts that begin alike, from call to call too.
           progress: called with (what, done, total) while loading and compiling.
 
         Raises:
@@ -93,7 +95,7 @@ class LLM:
         )  # fmt: skip
         runner = ModelRunner(loaded.config, loaded.layout, mesh, loaded.decoder, options, jax.numpy.dtype(dtype))
         runner.warm_up(progress)
-        self.engine = Engine(runner, loaded.tokenizer, sync=sync)
+        self.engine = Engine(runner, loaded.tokenizer, sync=sync, prefix_cache=prefix_cache)
 
     def generate(
         self,

@@ -73,6 +73,16 @@ def test_a_request_needs_a_name(request_id):
         _check(request_id=request_id)
 
 
+@pytest.mark.parametrize("field", ["session_id", "cache_salt"])
+def test_sessions_and_salts_are_short_printable_names(field):
+    for name in (None, "a", "x" * 256, "naïve 你好"):
+        validate(Request(request_id="r", prompt_token_ids=[1], **{field: name}), LIMITS)
+    for name in ("", "x" * 257, "a\n", "\ud800", 3, b"a"):
+        with pytest.raises(RequestRejected, match=field) as refusal:
+            validate(Request(request_id="r", prompt_token_ids=[1], **{field: name}), LIMITS)
+        assert (refusal.value.code, refusal.value.field) == (RejectCode.BAD_PARAMETER, field)
+
+
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(RequestRejected, match="tokenizer"):
         _check(limits=dataclasses.replace(LIMITS, has_tokenizer=False), stop=("a",))

@@ -35,7 +35,15 @@ prompts = (
 )
 hellos = st.builds(protocol.Hello, version=st.just(protocol.PROTOCOL_VERSION), token=st.none() | texts)
 requests = st.one_of(
-    st.builds(protocol.Generate, id=ids, prompt=prompts, params=params, stream=st.booleans()),
+    st.builds(
+        protocol.Generate,
+        id=ids,
+        prompt=prompts,
+        params=params,
+        stream=st.booleans(),
+        session_id=st.none() | texts,
+        cache_salt=st.none() | texts,
+    ),
     st.builds(protocol.Cancel, id=ids, target=ids),
     st.builds(protocol.Tokenize, id=ids, text=texts, add_special_tokens=st.booleans()),
     st.builds(protocol.Detokenize, id=ids, token_ids=token_ids, skip_special_tokens=st.booleans()),

@@ -54,7 +54,14 @@ def test_tiny_checkpoint_gives_the_golden_tokens(tiny: Process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("--tp", "2"), ("--sync",), ("--page-size", "5", "--b-dense", "7"), ("--num-pages", "9", "--max-context", "64")]
+    "options",
+    [
+        ("--tp", "2"),
+        ("--sync",),
+        ("--no-prefix-cache",),
+        ("--page-size", "5", "--b-dense", "7"),
+        ("--num-pages", "9", "--max-context", "64"),
+    ],
 )
 def test_options_change_no_token(tmp_path, options):
     golden = np.load(TINY / "golden.npz")
@@ -65,6 +72,8 @@ def test_options_change_no_token(tmp_path, options):
         for stream in streams:
             list(stream)
         assert [stream.result.token_ids for stream in streams] == [expected] * 4
+        reused = client.generate(prompt, params).usage.cached_tokens
+        assert (reused == 0) == ("--no-prefix-cache" in options)
         process.signal()
         assert process.wait() == 0
 
@@ -87,7 +96,7 @@ def test_the_ready_line_and_the_log(tiny: Process):
 
 def test_the_client_command_talks_to_it(tiny: Process):
     command = [sys.executable, "-m", "serve.client", "--address-file", str(tiny.folder / "address")]
-    asked = [*command, "--chat", "Hello", "--max-tokens", "5", "--json"]
+    asked = [*command, "--chat", "Hello", "--max-tokens", "5", "--json", "--session", "s", "--cache-salt", "mine"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
     assert 1 <= json.loads(done.stdout)["usage"]["output_tokens"] <= 5
 

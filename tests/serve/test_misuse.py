@@ -59,6 +59,11 @@ BAD_REQUESTS = [
     ({"params": {"no_such": 1}}, ErrorCode.INVALID_REQUEST),
     ({"no_such": 1}, ErrorCode.INVALID_REQUEST),
     ({"stream": "yes"}, ErrorCode.INVALID_REQUEST),
+    ({"session_id": ""}, ErrorCode.INVALID_REQUEST),
+    ({"session_id": 7}, ErrorCode.INVALID_REQUEST),
+    ({"session_id": "x" * 257}, ErrorCode.INVALID_REQUEST),
+    ({"cache_salt": ""}, ErrorCode.INVALID_REQUEST),
+    ({"cache_salt": "a\nb"}, ErrorCode.INVALID_REQUEST),
     ({"type": "no_such"}, ErrorCode.INVALID_REQUEST),
 ]
 

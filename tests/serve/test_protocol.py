@@ -129,6 +129,8 @@ GENERATE = {"type": "generate", "id": 7, "prompt": {"type": "text", "text": "hi"
         ({"params": {"max_tokens": 1.5}}, "max_tokens"),
         ({"params": {"stop": "END"}}, "stop"),
         ({"stream": 1}, "stream"),
+        ({"session_id": 1}, "session_id"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
     ],
 )
 def test_an_invalid_request_keeps_its_id_and_names_what_is_wrong(change, word):

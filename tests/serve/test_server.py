@@ -72,6 +72,29 @@ def test_many_requests_on_many_connections_at_once():
     run(test())
 
 
+def test_a_second_round_says_what_was_cached_and_salts_keep_apart():
+    async def test() -> None:
+        async with serving() as s, await s.client() as client, await s.client() as other:
+            params = SamplingParams(max_tokens=20)
+            prompt = list(range(3, 40))
+            first = await client.generate(prompt, params, session_id="chat", cache_salt="us")
+            assert first.usage.cached_tokens == 0
+            prompt += [*first.token_ids, 7, 8]
+            stream = await other.stream(prompt, params, session_id="chat", cache_salt="us")
+            tokens = [token for chunk in [c async for c in stream] for token in chunk.token_ids]
+            assert tokens == plain_decode(s.runner.config, prompt, params)
+            assert 48 <= stream.result.usage.cached_tokens < 57
+            for salt in (None, "them"):
+                answer = await other.generate(prompt, params, cache_salt=salt)
+                assert (answer.token_ids, answer.usage.cached_tokens) == (tokens, 0)
+            engine = (await client.stats()).engine
+            assert (engine["prefix_hits"], engine["prefix_misses"], engine["kept_sessions"]) == (1, 3, 1)
+            assert engine["reused_tokens"] == stream.result.usage.cached_tokens
+            await s.idle()
+
+    run(test())
+
+
 def test_logprobs_come_with_every_token():
     async def test() -> None:
         async with serving() as s, await s.client() as client:
