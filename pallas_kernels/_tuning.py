@@ -78,14 +78,9 @@ def grouped_gemm_config(device_kind: str, m: int, n: int, k: int, *, experts: in
 
 
 def default_config(m: int, *, swiglu: bool) -> GemmConfig:
-    """The rule for shapes that nobody tuned: a tile as high as M, up to 256 rows (128 with two products), 128 columns wide.
-
-    Few rows mean few tiles, each the shared work of several CTAs; narrow tiles have fewer sharers.
-    """
-    if m <= 64:
-        return GemmConfig(tile_m=64, tile_n=64, consumers=1, shared_waves=0)
+    """The rule for shapes that nobody tuned: a tile as high as M, up to 256 rows (128 with two products), 128 columns wide."""
     if m <= 128:
-        return GemmConfig(tile_m=128, tile_n=64, shared_waves=0)
+        return GemmConfig(tile_m=64, tile_n=128, split="n")
     if m <= 1024 or swiglu:
         return GemmConfig(tile_m=128, tile_n=128)
     return GemmConfig(tile_m=256, tile_n=128)

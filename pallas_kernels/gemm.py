@@ -210,7 +210,8 @@ def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, re
 
 
 def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array]) -> Array:
-    cluster, cta = lax.axis_index("sm"), lax.axis_index("cta")
+    cluster = lax.axis_index("sm")
+    cta = lax.axis_index("cta") if config.cluster > 1 else 0
 
     def read(index: Array) -> list[Array]:
         return [table[cluster, index, field] for field in range(table.shape[-1])]
@@ -236,7 +237,7 @@ def _write_or_share(
 ) -> None:
     """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
     wg = lax.axis_index("wg")
-    cta = lax.axis_index("sm") * config.cluster + lax.axis_index("cta")
+    cta = lax.axis_index("sm") * config.cluster + (lax.axis_index("cta") if config.cluster > 1 else 0)
     down, _ = consumer_offset(config)
     first = wg * (config.wg_n // _SLAB) if config.split == "n" else 0
     sources, partial = segment.extra
