@@ -95,7 +95,7 @@ def work_off_tiles(
                 end_turn()
                 return acc[...]
 
-            return pl.run_scoped(body, plgpu.ACC((M, c.kv_tile), jnp.float32))
+            return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((M, c.kv_tile), jnp.float32))
 
         def step(i: Any, carry: Any, *, masked: bool) -> Any:
             """Multiplies the weights of K tile i with its values while it makes those of tile i + 1."""
@@ -127,7 +127,7 @@ def work_off_tiles(
                 return multiplied, *new
 
             multiplied, new_weights, peak, total, shrink = pl.run_scoped(
-                body, plgpu.ACC((M, c.kv_tile), jnp.float32), plgpu.ACC((M, H), jnp.float32)
+                body, plgpu.WGMMAAccumulatorRef((M, c.kv_tile), jnp.float32), plgpu.WGMMAAccumulatorRef((M, H), jnp.float32)
             )
             return multiplied * along_rows(shrink, H), new_weights, peak, total
 
@@ -140,7 +140,7 @@ def work_off_tiles(
             def body(acc: Any) -> None:
                 plgpu.wgmma(acc, weights, values_of(steps - 1))
 
-            return pl.run_state(body)(plgpu.ACC.init(out))
+            return pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(out))  # pyright: ignore[reportReturnType]
 
         # Rows behind the chunk's end are computed along, with some token's queries, and dropped.
         token = jnp.minimum(token_of_row + (first_token + offset), plan.tokens - 1)

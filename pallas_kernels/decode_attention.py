@@ -18,6 +18,7 @@ Limits: bfloat16; head sizes 64 and 128; at most 8 query heads a KV head; page s
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,9 +80,18 @@ def decode_attention(
     out, splits, maxima, sums, parts = _attend(plan)(
         _query_tiles(q, plan), _by_page_and_head(k_pages), _by_page_and_head(v_pages), block_tables, _padded(kv_lens)
     )
-    finished = jax.new_ref(out, memory_space=plgpu.GMEM)
-    _combine(plan)(kv_lens, splits, maxima, sums, parts, finished)
-    return jax.freeze(finished).reshape(B, K, G, H)
+    finished = _update(out, functools.partial(_combine(plan), kv_lens, splits, maxima, sums, parts), plan)
+    return finished.reshape(B, K, G, H)
+
+
+def _update(x: Array, f: Callable[[Any], Any], plan: Plan) -> Array:
+    """`x` after f(reference to it), in place."""
+    if plan.interpreted:  # up to jax 0.10 the interpreter wants to be told the memory space, which run_state cannot do
+        reference = jax.new_ref(x, memory_space=plgpu.GMEM)
+        f(reference)
+        return jax.freeze(reference)
+    # Leaves no reference behind that would keep the call from being placed on a stream.
+    return pl.run_state(f)(x)
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens: Array) -> None:

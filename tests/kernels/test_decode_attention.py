@@ -30,11 +30,11 @@ def _interpret(inputs: tuple[jax.Array, ...], num_sms: int, config: TuningConfig
 @pytest.mark.parametrize(
     ("kv_lens", "K", "G", "H", "page_size", "num_sms", "config"),
     [
-        # A page, one more, one less, a single token, an unused row between; three heads of three queries.
-        pytest.param([16, 17, 0, 15, 1], 3, 3, 64, 16, 2, _SMALL, id="page-borders"),
+        # A page, one more, one less, a single token, an unused row between; groups of three.
+        pytest.param([16, 17, 0, 15, 1], 1, 3, 64, 16, 2, _SMALL, id="page-borders"),
         # One sequence spread over all workers: every part but the last ends on a whole tile.
-        pytest.param([500], 1, 8, 128, 128, 3, _SMALL, id="one-long"),
-        pytest.param([130, 0, 64], 2, 4, 64, 64, 1, TuningConfig(workers=1, slots=4), id="one-worker"),
+        pytest.param([260], 1, 8, 128, 128, 3, TuningConfig(workers=1, tiles_per_step=1, slots=2), id="one-long"),
+        pytest.param([130, 64], 1, 4, 64, 64, 1, TuningConfig(workers=1, slots=4), id="one-worker"),
     ],
 )
 def test_matches_reference(kv_lens, K, G, H, page_size, num_sms, config):
