@@ -128,7 +128,8 @@ def _second_stage(
     ranked = sorted((_refined(c, s, device) for c, s in schedules), key=lambda x: x.allocation.period_us)
     # Constant shares need the rest of the time.
     climbing = deadline - 0.2 * options.time_limit_s
-    climbed = list(threads.map(lambda c: _climbed(c, device, climbing), _distinct(ranked)[:CLIMBERS]))
+    rounds = max(1, round(CLIMBS * options.work))
+    climbed = list(threads.map(lambda c: _climbed(c, device, rounds, climbing), _distinct(ranked)[:CLIMBERS]))
     ranked = sorted((*climbed, *ranked), key=lambda x: x.allocation.period_us)
     found: dict[Shares, _Candidate] = {
         "ideal": _Candidate(costing=best_ideal[0], allocation=ideal(best_ideal[1])),
@@ -204,10 +205,10 @@ def _moves(schedule: Schedule) -> list[tuple[frozenset[str], int, int]]:
     return moves
 
 
-def _climbed(candidate: _Candidate, device: Device, deadline: float) -> _Candidate:
+def _climbed(candidate: _Candidate, device: Device, rounds: int, deadline: float) -> _Candidate:
     """Moves cuts by a tile as long as the phased period gets shorter, the order of lanes kept."""
     best = candidate
-    for _ in range(CLIMBS):
+    for _ in range(rounds):
         better = best
         schedule = best.allocation.schedule
         lanes = lane_arcs(schedule)
