@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nanoflow_jax.checkpoints.relayout import plain_specs, relayout
 from nanoflow_jax.config import ModelConfig
@@ -37,10 +38,15 @@ def random_parameters(
     arrays = {}
     for done, (path, spec) in enumerate(specs.items(), start=1):
         attribute = path.rsplit(".", 1)[-1]
-        if attribute not in makers:
-            make = _maker(attribute, _std(config, attribute), plain[path].shape, layout, dtype)
-            makers[attribute] = jax.jit(make, out_shardings=spec.sharding(mesh))
-        arrays[path] = makers[attribute](jax.random.fold_in(key, zlib.crc32(path.encode())))
+        if attribute in _NORMS:
+            # Not the result of a jitted function: XLA on GPUs hands out a pointer into the program for a constant, and its own
+            # other programs refuse that as an argument for its alignment.
+            arrays[path] = jax.device_put(np.ones(spec.shape, dtype), spec.sharding(mesh))
+        else:
+            if attribute not in makers:
+                make = _maker(attribute, _std(config, attribute), plain[path].shape, layout, dtype)
+                makers[attribute] = jax.jit(make, out_shardings=spec.sharding(mesh))
+            arrays[path] = makers[attribute](jax.random.fold_in(key, zlib.crc32(path.encode())))
         if progress:
             progress(path, done, len(specs))
     return arrays
@@ -62,8 +68,6 @@ def _maker(
     attribute: str, std: float, shape: tuple[int, ...], layout: ParallelLayout, dtype: jnp.dtype
 ) -> Callable[[jax.Array], jax.Array]:
     def make(key: jax.Array) -> jax.Array:
-        if attribute in _NORMS:
-            return jnp.ones(shape, dtype)
         return relayout(attribute, jax.random.normal(key, shape, dtype) * jnp.asarray(std, dtype), layout)
 
     return make
