@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo test test-slow lint clean
+.PHONY: help venv demo test test-slow test-aot test-gpu lint clean
 
 help:
 	@echo "make demo       serve SmolLM2-135M on this CPU and stream three answers"
 	@echo "make test       lint, then the CPU test suite without the tests marked slow"
 	@echo "make test-slow  the tests marked slow"
+	@echo "make test-aot   compile for H200 without one: registers, spills, XLA's schedule (python >= 3.12, ptxas)"
+	@echo "make test-gpu   the tests that need a Hopper GPU (with the cuda13 extra installed)"
 	@echo "make lint       ruff and pyright"
 
 venv: $(VENV)/.installed
@@ -23,10 +25,21 @@ demo: venv
 	$(BIN)/python -m serve.demo
 
 test: venv lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not aot"
 
 test-slow: venv
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu and not aot"
+
+# The plug-in brings XLA's GPU compiler (142 MB) and none of NVIDIA's libraries.
+test-aot: venv
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12) and "test-aot needs python >= 3.12: jax 0.11")'
+	@command -v ptxas > /dev/null || { echo "test-aot needs ptxas (CUDA toolkit) on the PATH"; exit 1; }
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && $(BIN)/python -m pip install --quiet \
+	    --disable-pip-version-check --no-deps jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot
+
+test-gpu: venv
+	$(BIN)/python -m pytest -m gpu
 
 lint: venv
 	$(BIN)/ruff check .

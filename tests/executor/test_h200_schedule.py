@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.aot import child_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.aot
 ONE_GPU, FOUR_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4"
 
 
