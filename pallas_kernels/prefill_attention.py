@@ -149,11 +149,11 @@ def _prefill_kernel(
     @pl.when(wg == WORKERS)
     def _feed() -> None:
         if not plan.interpreted:
-            plgpu.set_max_registers(56, action="decrease")
+            plgpu.set_max_registers(72, action="decrease")
         hand_out_tiles(k_gmem, v_gmem, tables_gmem, kv_lens_gmem, q_starts_gmem, q_lens_gmem, plan=plan, **scratch)
 
     @pl.when(wg < WORKERS)
     def _work() -> None:
         if not plan.interpreted:
-            plgpu.set_max_registers(224, action="increase")
+            plgpu.set_max_registers(216, action="increase")
         work_off_tiles(wg, q_gmem, out_gmem, plan=plan, **scratch)
