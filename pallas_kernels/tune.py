@@ -131,7 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = sorted(set(options.kernels) - set(cases.ROWS))
     if unknown:
         parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(cases.ROWS)}")
-    device = _mosaic.require_hopper("gemm", 1)
+    try:
+        device = _mosaic.require_hopper("gemm", 1)
+    except _mosaic.UnsupportedDeviceError as error:
+        parser.error(str(error))
     if device.kind not in _tuning.TABLES:
         parser.error(f"no table is kept for {device.kind!r}; there are tables for {', '.join(_tuning.TABLES)}")
     out = options.out or pathlib.Path(__file__).parent / "tunings" / _tuning.TABLES[device.kind]

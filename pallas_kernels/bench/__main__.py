@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = sorted(set(options.kernels) - set(MODULES))
     if unknown:
         parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(MODULES)}")
-    device = _mosaic.require_hopper("gemm", 1)
+    try:
+        device = _mosaic.require_hopper(next(iter(options.kernels or MODULES)), 1)
+    except _mosaic.UnsupportedDeviceError as error:
+        parser.error(str(error))
     num_sms = options.num_sms or [device.num_sms]
     rows = []
     print(timing.header())

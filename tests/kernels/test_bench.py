@@ -1,0 +1,120 @@
+"""The benchmark's own machinery, on the CPU: what is timed is what was asked for, and nothing hangs or gets lost."""
+
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tune
+from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.bench import __main__ as command
+from pallas_kernels.bench import gemm as cases
+from pallas_kernels.bench import parallel, timing
+
+
+def test_chain_computes_every_call():
+    sets = [(jnp.full((8,), float(i)),) for i in range(3)]
+    c = timing.chain(jnp.sin, sets, calls=7)
+    np.testing.assert_allclose(c.run(sets), [np.sin(np.full(8, i % 3)) for i in range(7)], rtol=1e-6)
+
+
+def test_chain_drops_no_call():
+    # Compiled for CPUs equal calls are merged, as barriers go early there; so as many calls as there are inputs.
+    sets = [(jnp.full((8,), float(i)),) for i in range(3)]
+    compiled = timing.chain(jnp.sin, sets, calls=3).run
+    assert compiled.as_text().count(" sine(") == 3  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_turns_time_every_chain():
+    sets = [(jnp.ones((8, 8)),)] * 2
+    seconds = timing.device_seconds({"a": jnp.sin, "b": jnp.cos}, sets, calls=2, reps=2)
+    assert set(seconds) == {"a", "b"}
+    assert all(s > 0 for s in seconds.values())
+
+
+def _prepare(job: str, quiet: object) -> str:
+    if job == "unprepared":
+        raise ValueError(job)
+    return job.upper()
+
+
+def _measure(job: str, prepared: str) -> str:
+    if job == "broken":
+        raise ValueError(job)
+    if job == "stuck":
+        time.sleep(600)
+    return prepared
+
+
+def test_parallel_keeps_order_and_outlives_failures():
+    jobs = ["a", "stuck", "unprepared", "lost with stuck", "broken", "c"]
+    results = list(parallel.run(jobs, _prepare, _measure, workers=2, job_seconds=2.0))
+    assert [job for job, _ in results] == ["a", "stuck", "unprepared", "broken"]
+    by_job = dict(results)
+    assert by_job["a"] == "A"
+    assert isinstance(by_job["stuck"], TimeoutError)
+    assert isinstance(by_job["unprepared"], RuntimeError)
+    assert isinstance(by_job["broken"], RuntimeError)
+
+
+def test_group_sizes_add_up():
+    for skew in cases.SKEWS["grouped_gemm"]:
+        sizes = cases.group_sizes(4096 - 5, skew)
+        assert sum(sizes) == 4096 - 5
+        for size, share in zip(sizes, skew, strict=True):
+            assert abs(size - (4096 - 5) * share / sum(skew)) <= 1
+
+
+@pytest.mark.parametrize("kernel", list(cases.ROWS))
+def test_candidates_fit_and_have_names_of_their_own(kernel):
+    for job in tune.jobs(kernel, 132, (), ""):
+        names = [v.name for v in job.variants]
+        assert len(set(names)) == len(names) >= 2
+        for v in job.variants[1:]:
+            assert v.config is not None
+            assert v.config.stages(job.projection.swiglu) >= 2
+
+
+def test_table_keeps_the_fastest_that_ran():
+    config, other = GemmConfig(tile_m=128, tile_n=128), GemmConfig(tile_m=256, tile_n=128)
+    p = cases.Projection(name="x", k=64, n=128)
+    job = cases.Job(p, 512, (cases.Variant("cublas"), cases.Variant("a", 132, config), cases.Variant("b", 132, other)))
+    assert tune.best_entry(job, {"cublas": 1e-6, "a": "spilled", "b": "wrong"}) is None
+    entry = tune.best_entry(job, {"cublas": 1e-6, "a": 3e-6, "b": 2e-6})
+    assert entry is not None
+    assert GemmConfig(**entry["config"]) == other
+    assert (entry["us"], entry["baseline_us"]) == (2.0, 1.0)
+    newer = {**entry, "us": 1.5}
+    table = json.loads(tune.dumps({"gemm": tune.merged([entry, {**entry, "m": 64}], [newer]), "grouped_gemm": []}))
+    assert [(e["m"], e["us"]) for e in table["gemm"]] == [(64, 2.0), (512, 1.5)]
+
+
+def test_rows_print_with_and_without_baseline():
+    row = timing.Row(kernel="gemm", case="c", num_sms=132, seconds=2e-4, flops=1e11, hbm_bytes=1e8)
+    assert row.roofline == pytest.approx(1e11 / timing.PEAK_FLOPS / 2e-4)
+    assert math.isnan(row.speedup)
+    beside = timing.Row(
+        kernel="gemm", case="c", num_sms=1, seconds=2e-4, flops=1e11, baseline="cublas", baseline_seconds=1e-4,
+        sustained=timing.Sustained(seconds=3e-4, watts=700.0, sm_mhz=1500.0),
+    )  # fmt: skip
+    assert beside.speedup == pytest.approx(0.5)
+    header, plain, full = timing.table([row, beside]).splitlines()
+    assert header.startswith("kernel")
+    assert "cublas" not in plain
+    assert "0.50" in full
+    assert "2.10 pJ/FLOP" in full
+    assert json.loads(timing.json_line([row, beside], command="x"))["command"] == "x"
+
+
+@pytest.mark.parametrize("main", [command.main, tune.main])
+def test_commands_refuse_devices_and_names(main, capsys):
+    with pytest.raises(SystemExit):
+        main(["gemm"])
+    assert f"{jax.devices()[0].device_kind!r}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["gemmm"])
+    assert "unknown kernels gemmm" in capsys.readouterr().err
