@@ -145,7 +145,10 @@ def _plan_set(args: argparse.Namespace) -> None:
     model = preset(args.model)
     workloads = [parse_workload(w) for w in args.workload]
     mixes = [_checked_mix(model, args.hardware, args.tp, w, b) for w in workloads for b in sorted(args.b_dense)]
-    table = _load_profile(args.profile, model, args.hardware, args.tp, mixes)
+    # The runtime compares plans with sequential execution at the size it really has, so that is recorded for every size.
+    sizes = range(plans.TILE, max(args.b_dense) + 1, plans.TILE)
+    grid = [steady_mix(w, b) for w in workloads for b in sizes]
+    table = _load_profile(args.profile, model, args.hardware, args.tp, grid)
     found, seconds = [], 0.0
     for mix in mixes:
         outcome = auto_search(model, table, mix, _options(args), None if args.quiet else Progress())
@@ -157,7 +160,7 @@ def _plan_set(args: argparse.Namespace) -> None:
             f"b_dense {p.b_dense:5d}, {p.decode_tokens:5d} decoding: {p.period_us:8.1f} us, {p.speedup:.3f} x sequential",
             flush=True,
         )
-    plan_set = make_plan_set(model, table, found, mixes)
+    plan_set = make_plan_set(model, table, found, grid)
     args.out.write_bytes(plans.encode(plan_set))
     record = {
         "model": model.name, "hardware": table.device, "tp": table.tp, "plans": len(plan_set.plans),
