@@ -6,6 +6,8 @@ for admission after the first had finished; a run too short to have one says so.
 (prompts only, both, outputs only). Times are the host's: form and consume are scheduling, launch is upload and dispatch (on a
 CPU the device shares its cores), wait is the time that the host has nothing to do but wait for the device.
 
+`--workload multi-round` serves conversations of several rounds instead, with and without prefix reuse in one run.
+
 `--peer-python PYTHON` runs the same load through Hugging Face transformers in another interpreter, before this process touches
 the device, with as many threads as there are cores for us; see bench_transformers.py for what PYTHON must have.
 
@@ -32,6 +34,7 @@ from nanoflow_jax.checkpoints import resolve_smollm2
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import ExecutionMode, RunnerConfig
 from nanoflow_jax.kernels import KernelChoice
+from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import read_plans
@@ -62,6 +65,8 @@ class StepRecord:
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
+    conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
+    longest = max(each.total for each in conversations) if conversations else args.input + args.output
     peer = run_peer(args) if args.peer_python else None
     llm = LLM(
         args.model,
@@ -74,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             max_sequences=args.max_sequences,
             page_size=args.page_size,
             num_pages=args.num_pages,
-            max_context=args.max_context,
+            max_context=args.max_context or longest,
             mode=args.mode,
             plans=read_plans(args.plan) if args.plan else None,
             kernels=args.kernels,
@@ -84,24 +89,39 @@ def main(argv: list[str] | None = None) -> None:
         models_dir=args.models_dir,
         progress=_progress_bar(),
     )
+    if conversations:
+        report = multi_round.measure(llm.engine.runner, conversations, seed=args.seed, sync=args.sync)
+        report |= {"workload": args.workload, **_setting(llm, args)}
+        multi_round.print_table(report)
+    else:
+        report = bench_uniform(llm, args) | {"workload": args.workload, "peer": peer, **_setting(llm, args)}
+        print_table(report)
+    print(json.dumps(report))
+
+
+def bench_uniform(llm: LLM, args: argparse.Namespace) -> dict:
+    """The report of requests of one length."""
     requests = make_requests(llm.engine, args.requests, args.input, args.output, args.seed)
     records = run(llm.engine, requests)
     report = summarise(records, llm.engine.stats())
-    report |= {
-        "model": llm.engine.runner.config.name,
-        "random_weights": args.random_weights,
+    return report | {
         "requests": args.requests,
         "input_tokens": args.input,
         "output_tokens": args.output,
+        "planned_steps": llm.engine.stats().planned_steps,
+    }
+
+
+def _setting(llm: LLM, args: argparse.Namespace) -> dict:
+    """What was measured, and on what."""
+    return {
+        "model": llm.engine.runner.config.name,
+        "random_weights": args.random_weights,
         "stepping": "sync" if args.sync else "async",
         "mode": args.mode,
-        "planned_steps": llm.engine.stats().planned_steps,
         "shapes": [[s.num_tokens, s.num_rows, s.pages_per_seq] for s in llm.engine.runner.shapes],
-        "peer": peer,
         **environment(args.tp_size),
     }
-    print_table(report)
-    print(json.dumps(report))
 
 
 def run_peer(args: argparse.Namespace) -> dict:
@@ -300,9 +320,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="smollm2, a checkpoint's path, or a preset (with --random-weights)")
     parser.add_argument("--random-weights", action="store_true", help="make weights on the device instead of reading them")
     parser.add_argument("--models-dir", type=Path, help="where downloaded models are kept")
-    parser.add_argument("--input", type=int, default=512, metavar="N", help="tokens per prompt (default %(default)s)")
-    parser.add_argument("--output", type=int, default=512, metavar="N", help="tokens per output (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=256, metavar="K", help="number of requests (default %(default)s)")
+    parser.add_argument("--workload", default="uniform", choices=("uniform", "multi-round"), help="(default %(default)s)")
+    parser.add_argument("--input", type=int, metavar="N", help="tokens per prompt (default 512, or a trace's)")
+    parser.add_argument("--output", type=int, metavar="N", help="tokens per output (default 512, or a trace's)")
+    parser.add_argument(
+        "--requests", type=int, default=256, metavar="K", help="requests, or conversations (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and random weights (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument("--tp-size", type=int, default=1, help="devices to divide the model over (default %(default)s)")
@@ -312,7 +335,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--page-size", type=int, default=defaults.page_size, help="tokens per KV page (default %(default)s)")
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
-    parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what --input and --output need)")
+    parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what the workload needs)")
     parser.add_argument(
         "--mode",
         default=defaults.mode,
@@ -329,13 +352,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, help="keep compiled steps there")
     parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
     parser.add_argument("--peer-python", metavar="PYTHON", help="also run transformers, in this interpreter, on the same load")
+    multi_round.add_arguments(parser)
     args = parser.parse_args(argv)
-    for name in ("input", "output", "requests"):
-        if getattr(args, name) < 1:
+    for name in ("input", "output", "requests", "rounds", "message"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if not args.scale > 0:
+        parser.error(f"--scale {args.scale} must be positive")
+    if args.workload == "multi-round" and args.peer_python:
+        parser.error("--peer-python runs the uniform workload only")
+    if args.workload == "uniform":
+        args.input, args.output = args.input or 512, args.output or 512
     if args.peer_python and (args.random_weights or args.model in PRESETS):
         parser.error("--peer-python needs a model with weights")
-    args.max_context = args.max_context or args.input + args.output
     return args
 
 

@@ -1,10 +1,13 @@
+import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanoflow_jax import bench
 from nanoflow_jax.runtime import bench as host_bench
+from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine
 from tests.runtime.mock_runner import MockRunner
 
@@ -94,6 +97,66 @@ def test_a_preset_without_weights_runs_on_random_ones(capsys, monkeypatch):
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert (report["random_weights"], report["stepping"], report["whole"]["output_tokens"]) == (True, "sync", 9)
+
+
+def _lengths(words: str) -> list[multi_round.Lengths]:
+    parser = argparse.ArgumentParser()
+    for name in ("input", "output", "requests", "seed"):
+        parser.add_argument(f"--{name}", type=int)
+    multi_round.add_arguments(parser)
+    return multi_round.draw_lengths(parser.parse_args(["--seed", "1", *words.split()]))
+
+
+def test_conversations_have_the_lengths_of_the_trace_or_those_asked_for():
+    drawn = _lengths("--requests 500")
+    assert 2.7 < np.mean([len(each.messages) for each in drawn]) < 3.1
+    assert 8e3 < np.mean([each.messages[0] for each in drawn]) < 12e3
+    assert 300 < np.mean([n for each in drawn for n in each.answers]) < 400
+    assert all(len(each.messages) == len(each.answers) >= 2 for each in drawn)
+    assert max(each.messages[0] for each in _lengths("--requests 500 --scale 0.001")) == 35
+    asked = _lengths("--requests 2 --rounds 3 --input 10 --message 4 --output 5")
+    assert asked == [multi_round.Lengths((10, 4, 4), (5, 5, 5))] * 2
+    assert asked[0].total == 33
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_multi_round_counts_what_reuse_saves(sync):
+    runner = MockRunner(page_size=4, num_pages=400, b_dense=64)
+    report = multi_round.measure(
+        runner, _lengths("--requests 6 --rounds 3 --input 40 --message 8 --output 12"), seed=0, sync=sync
+    )
+    # Prompts of 40, 60 and 80 tokens; their first 51 and 71 are cached, the last of which may be read too late: 48 and 68.
+    assert report["off"]["prompt_tokens"] == report["off"]["prefill_tokens"] == 6 * (40 + 60 + 80)
+    assert report["on"]["prefill_tokens"] == 6 * (40 + 12 + 12)
+    assert report["prefill_saved"] == 180 / 64
+    assert (report["answers"], report["equal_answers"]) == (18, 18)
+    assert len(report["first_token_gain"]) == 3
+
+
+def test_a_conversation_that_does_not_fit_is_refused():
+    runner = MockRunner(page_size=4, num_pages=20)
+    lengths = _lengths("--requests 1 --rounds 2 --input 40 --message 20 --output 12")
+    with pytest.raises(ValueError, match="a conversation has 84 tokens: the context is 512, the pool holds 76"):
+        multi_round.measure(runner, lengths, seed=0, sync=False)
+
+
+def test_the_multi_round_command_prints_both_runs_and_ends_with_one_json_object(capsys):
+    load = ["--workload", "multi-round", "--requests", "2", "--rounds", "2", "--input", "30", "--message", "5", "--output", "6"]
+    bench.main(["--model", _TINY, *load, "--b-dense", "16", "--max-sequences", "4", "--page-size", "4"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["off", "on"]
+    report = json.loads(lines[-1])
+    assert report["workload"] == "multi-round"
+    assert report["equal_answers"] == report["answers"] == 4
+    assert report["on"]["prefill_tokens"] < report["off"]["prefill_tokens"] == 2 * (30 + 41)
+    assert {"device", "jax", "commit", "shapes"} <= report.keys()
+
+
+@pytest.mark.parametrize("words", [["--scale", "0"], ["--rounds", "0"], ["--message", "-1"], ["--peer-python", "python"]])
+def test_multi_round_refuses_what_cannot_run(words, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--model", _TINY, "--workload", "multi-round", *words])
+    assert words[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--input", "--output", "--requests"])
