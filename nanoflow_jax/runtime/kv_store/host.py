@@ -133,7 +133,7 @@ class HostTier:
         """Frees the slots that `begin_spill` gave, except those used since."""
         with self._lock:
             for slot in slots:
-                if slot in self._leaving and self._pins[slot] == 1:
+                if slot in self._leaving:
                     self._remove(slot)
                     self._stats.evictions += 1
                 self._unpin(slot)
@@ -187,7 +187,7 @@ class HostTier:
             assert not free & (resident | pinned), "a free slot is in use"
             assert free | resident | pinned == set(range(len(self._pins))), "a slot is lost"
             assert set(self._unpinned) == resident - pinned
-            assert self._leaving <= resident & pinned
+            assert self._leaving <= resident and all(self._pins[slot] == 1 for slot in self._leaving)
             assert all(self._digests[slot] == digest for digest, slot in self._resident.items())
 
     # The lock is held in all that follows.

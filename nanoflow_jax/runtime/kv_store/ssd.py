@@ -1,7 +1,8 @@
 """The SSD tier: segment files in one directory, an index of them in memory, and one thread that writes.
 
 Whole segments are evicted, the least recently used first. Files are opened for each batch and never held open, so that a file
-that has gone is noticed at once and nothing depends on the number of segments.
+that has gone is noticed at once and nothing depends on the number of segments. Nothing is ever synced: a page that a power cut
+tears is found by its checksum, and whatever a killed process has written is kept by the system.
 """
 
 import dataclasses
@@ -29,8 +30,6 @@ from nanoflow_jax.runtime.kv_store.segment import (
 from nanoflow_jax.runtime.kv_store.stats import TierStats
 from nanoflow_jax.runtime.kv_store.workers import Workers
 
-# Written data is pushed to the disk in these portions, which bounds what the system's cache holds back.
-_SYNC_BYTES = 64 * 2**20
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
 
 
@@ -68,7 +67,6 @@ class SsdTier:
         self._clock = 0
         self._newest_id = 0
         self._generation = 0
-        self._unsynced = 0
         self._lost = False
         per_segment = self._layout.page_offset(self._layout.capacity)
         self._stats = TierStats(capacity=size_bytes // per_segment * self._layout.capacity)
@@ -282,10 +280,6 @@ class SsdTier:
             # A page before its entry: what a killed process leaves is found by its entries.
             write_all(self._files, fd, [page for _, page in batch], layout.page_offset(first))
             write_all(self._files, fd, [table], layout.entry_offset(first))
-            self._unsynced += len(batch) * layout.page_bytes
-            if self._unsynced >= _SYNC_BYTES or first + len(batch) == layout.capacity:
-                self._unsynced = 0
-                self._files.sync(fd)
         finally:
             self._files.close(fd)
         with self._lock:
