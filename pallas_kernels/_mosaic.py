@@ -88,10 +88,6 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, global_minor: int = 0) 
     return plgpu.SMEM(shape, dtype, transforms=swizzled_transforms(math.gcd(shape[-1], global_minor), dtype))
 
 
-def smem_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
