@@ -18,7 +18,7 @@ class DirectoryLock:
           DirectoryInUseError: the lock is taken; the message names the owner.
           OSError: the directory cannot be made or written.
         """
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(directory, mode=0o700, exist_ok=True)  # K and V tell what users wrote
         self._path = os.path.join(directory, "lock")
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

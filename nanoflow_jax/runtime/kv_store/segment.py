@@ -91,7 +91,7 @@ class Segment:
     gone: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Record:
     """Where a page is."""
 

@@ -126,9 +126,6 @@ class SsdTier:
         """Pages queued or being written."""
         return self._writer.waiting
 
-    def writer_stalled_s(self) -> float:
-        return self._writer.longest_running_s()
-
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is queued."""
         return self._writer.drain(timeout_s)
@@ -353,7 +350,9 @@ class SsdTier:
                 self._stats.evictions += self._detach(oldest)
             if not self._unlink(oldest):
                 with self._lock:
-                    self._segments[oldest.segment_id] = oldest  # empty, but it still takes room
+                    # Empty, but it still takes room; the next turn is another's.
+                    self._segments[oldest.segment_id] = oldest
+                    oldest.last_used = self._clock
                 return False
 
     def _unlink(self, segment: Segment) -> bool:

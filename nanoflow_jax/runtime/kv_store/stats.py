@@ -35,15 +35,15 @@ class TierStats:
 
 
 class Rate:
-    """Bytes per second of recent transfers; old ones lose weight, and after a minute without any it is unknown again.
+    """Bytes per second of recent transfers; old ones lose weight, and after `memory_s` without any it is unknown again.
 
     Forgetting matters: whoever avoids a disk because it was slow would otherwise never learn that it no longer is.
     """
 
     _DECAY = 0.8
-    _MEMORY_S = 60.0
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float = 60.0) -> None:
+        self._memory_s = memory_s
         self._bytes = 0.0
         self._seconds = 0.0
         self._last_s = float("-inf")
@@ -54,6 +54,6 @@ class Rate:
         self._last_s = time.monotonic()
 
     def bytes_per_s(self) -> float | None:
-        if time.monotonic() - self._last_s > self._MEMORY_S or self._seconds == 0.0:
+        if time.monotonic() - self._last_s > self._memory_s or self._seconds == 0.0:
             return None
         return self._bytes / self._seconds

@@ -64,6 +64,7 @@ class KVStore:
         ssd_bytes: int = 0,
         num_readers: int = 4,
         queue_pages: int | None = None,
+        put_queue_pages: int = 1024,
         stall_s: float = 10.0,
         files: Files | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class KVStore:
           ssd_directory, ssd_bytes: the SSD tier, off without a directory or with 0 bytes.
           num_readers: threads that read from SSD.
           queue_pages: pages that may wait for the SSD writer, of the host tier's own; by default a quarter of it or 64.
+          put_queue_pages: pages that may wait to be copied into the host tier; a single batch may be larger.
           stall_s: an answer that the disk owes for longer makes the SSD tier invisible until it comes.
           files: calls to the operating system.
 
@@ -90,6 +92,7 @@ class KVStore:
         for name, value, least in (
             ("page_bytes", page_bytes, 1), ("host_bytes", host_bytes, 0), ("ssd_bytes", ssd_bytes, 0),
             ("num_readers", num_readers, 1), ("queue_pages", 1 if queue_pages is None else queue_pages, 1),
+            ("put_queue_pages", put_queue_pages, 1),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -113,7 +116,7 @@ class KVStore:
                 self._host, self._ssd, reserve=self._reserve, settle=lambda: self._spill(self._queue_pages),
                 chunk_pages=self._chunk_pages, num_threads=num_readers, stall_s=stall_s, faults=self.faults,
             )  # fmt: skip
-        self._putter = Workers("kv-put", 1, max_waiting=max(1, min(num_slots, 1024)), faults=self.faults)
+        self._putter = Workers("kv-put", 1, max_waiting=put_queue_pages, faults=self.faults)
         self._closed = False
 
     @property
@@ -122,7 +125,7 @@ class KVStore:
         return self._host.pages
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._host or (self._visible_ssd() is not None and digest in self._ssd)  # pyright: ignore
+        return self.cached_prefix([digest]).num_pages == 1
 
     def cached_prefix(self, digests: Sequence[bytes]) -> CachedPrefix:
         """How many pages from the first on are here. Takes no notice of use."""
@@ -149,7 +152,7 @@ class KVStore:
         return prefix.ssd_pages * self.page_bytes / rate if rate > 0 else float("inf")
 
     def get_many(self, digests: Sequence[bytes]) -> "Future[LoadedPages]":
-        """The longest prefix of `digests` that can be had; pages that fail to load end it. Never raises, never blocks.
+        """The longest prefix of `digests` that can be had; pages that fail to load end it. Never blocks.
 
         Done at once if no page is on SSD. The pages stay put until they are released. A future that is not done can be
         cancelled at any time, and then releases what it holds by itself.
@@ -193,6 +196,11 @@ class KVStore:
             self._host.count(dropped=len(digests))
             future.set_result(0)
         return future
+
+    @property
+    def num_pinned(self) -> int:
+        """Host slots that someone reads or fills; 0 once everything is drained and released."""
+        return self._host.num_pinned
 
     def stats(self) -> StoreStats:
         return StoreStats(self._host.stats(), self._ssd.stats() if self._ssd else TierStats(), self.faults.snapshot())

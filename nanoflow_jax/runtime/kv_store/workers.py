@@ -37,7 +37,7 @@ class Workers:
                 return False
             self._calls.append((call, weight))
             self._waiting += weight
-            self._condition.notify()
+            self._condition.notify_all()  # whoever drains waits on the same condition
             return True
 
     @property

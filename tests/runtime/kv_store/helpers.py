@@ -43,7 +43,7 @@ def at_rest(store) -> None:
     """Nothing is pinned or lost once everything has settled."""
     assert store.drain(20.0)
     store._host.check_integrity()
-    assert store._host.num_pinned == 0
+    assert store.num_pinned == 0
 
 
 class FaultyFiles(OsFiles):

@@ -229,7 +229,7 @@ def test_put_takes_a_function_and_does_not_wait_for_it():
 
 def test_puts_beyond_the_queue_are_dropped_and_counted():
     gate = Gate()
-    store = open_store(slots=8)
+    store = open_store(slots=8, put_queue_pages=8)
     first = store.put_many(digests([0]), lambda: (gate(), pages([0]))[1])
     assert gate.entered.wait(5.0)
     others = [store.put_many(digests([key]), pages([key])) for key in range(1, 20)]
