@@ -72,21 +72,31 @@ def thunks(dump: str) -> list[str]:
 
 
 def in_flight_together(lines: list[str]) -> dict[str, int]:
-    """How often work of two kinds was started and not yet waited for at once: streams 5 and 6 of ours, and collectives."""
+    """How often work of two kinds was under way at once: on our streams 5 and 6, and collectives.
+
+    A collective that XLA runs on the main stream is under way beside whatever was started before it and not yet waited for.
+    """
     open_work: dict[str, str] = {}
     pairs: dict[str, int] = {}
+
+    def meet(name: str) -> None:
+        for other in set(open_work.values()) - {name, "other"}:
+            pair = "+".join(sorted((name, other)))
+            pairs[pair] = pairs.get(pair, 0) + (name != "other")
+
     for number, line in enumerate(lines):
         work = re.search(r"async_id=(\d+)", line)
         if "kAsyncStart" in line and work and "No thunks" not in lines[number + 1]:
-            kind = re.search(r"stream=(\w+)\[(\d+)\]", line)
-            assert kind, line
-            name = "network" if kind[1].startswith("communication") else {"5": "compute", "6": "memory"}.get(kind[2], "other")
-            for other in set(open_work.values()) - {name, "other"}:
-                pair = "+".join(sorted((name, other)))
-                pairs[pair] = pairs.get(pair, 0) + (name != "other")
+            stream = re.search(r"stream=(\w+)\[(\d+)\]", line)
+            assert stream, line
+            communicates = stream[1].startswith("communication")
+            name = "network" if communicates else {"5": "compute", "6": "memory"}.get(stream[2], "other")
+            meet(name)
             open_work[work[1]] = name
         elif "kAsyncDone" in line and work:
             open_work.pop(work[1], None)
+        elif re.match(r"\d+: k(AllReduce|AllGather)", line):
+            meet("network")
     return pairs
 
 
