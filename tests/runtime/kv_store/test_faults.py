@@ -173,6 +173,21 @@ def test_slow_reads_make_the_tier_invisible(tmp_path, caplog):
     assert store.close(20.0)
 
 
+def test_a_load_cancelled_in_the_queue_reads_nothing(tmp_path):
+    files, gate = FaultyFiles(), Gate()
+    store = open_store(tmp_path, files=files, num_readers=1)
+    put(store, ON_SSD + list(range(100, 124)))
+    files.before["preadv"] = gate
+    first, second = store.get_many(digests(ON_SSD[:2])), store.get_many(digests(ON_SSD[4:]))
+    assert gate.entered.wait(5.0) and second.cancel()
+    gate.open()
+    with first.result(5.0) as got:
+        assert len(got) == 2
+    at_rest(store)
+    assert store.stats().ssd.hits == 2
+    assert store.close(20.0)
+
+
 def test_a_hung_disk_does_not_keep_close_waiting(tmp_path):
     files, gate = FaultyFiles(), Gate()
     store = open_store(tmp_path, files=files)

@@ -64,10 +64,19 @@ class HostMachine(RuleBasedStateMachine):
             self.tier.pages[slot] = page(key)
         self.fillers.append((self.generation, filling))
 
+    @rule(keys=KEY_LISTS)
+    def put(self, keys):
+        self.reserve_and_fill(keys)
+        self.commit_or_abandon(len(self.fillers) - 1, give_up=False)
+        self.unpin_some(len(self.readers) - 1)
+
     @precondition(lambda self: self.fillers)
     @rule(data=st.data(), give_up=st.booleans())
-    def commit_or_abandon(self, data, give_up):
-        generation, filling = self.fillers.pop(data.draw(st.integers(0, len(self.fillers) - 1)))
+    def end_filling(self, data, give_up):
+        self.commit_or_abandon(data.draw(st.integers(0, len(self.fillers) - 1)), give_up)
+
+    def commit_or_abandon(self, which, give_up):
+        generation, filling = self.fillers.pop(which)
         slots, keys = [slot for slot, _ in filling], [key for _, key in filling]
         if give_up:
             self.tier.abandon(slots)
@@ -97,8 +106,11 @@ class HostMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
-    def unpin_some(self, data):
-        held = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+    def end_reading(self, data):
+        self.unpin_some(data.draw(st.integers(0, len(self.readers) - 1)))
+
+    def unpin_some(self, which):
+        held = self.readers.pop(which)
         self.tier.unpin([slot for slot, _ in held])
         for slot, key in reversed(held):
             self.unpin(slot, key)
@@ -165,6 +177,36 @@ class HostMachine(RuleBasedStateMachine):
 
 TestHost = HostMachine.TestCase
 TestHost.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def filled(keys, num_slots) -> HostTier:
+    """Keys in order of use, least recently used first."""
+    tier = HostTier(PAGE_BYTES, num_slots)
+    slots, _ = tier.reserve(len(keys))
+    tier.unpin(tier.commit(slots, digests(keys[::-1])))
+    return tier
+
+
+@pytest.mark.parametrize("use", ["pin", "touch", None])
+def test_a_page_that_is_used_while_it_leaves_stays(use):
+    tier = filled([1, 2, 3], 3)
+    batch = tier.begin_spill(2, 2)
+    assert [d for _, d in batch] == digests([1, 2]) and digest(1) in tier
+    held = tier.pin(digests([1])) if use == "pin" else []
+    if use == "touch":
+        tier.touch(digests([1]))
+    tier.check_integrity()
+    tier.end_spill([slot for slot, _ in batch])
+    tier.unpin(held)
+    assert [digest(key) in tier for key in (1, 2, 3)] == [use is not None, False, True]
+    tier.check_integrity()
+
+
+def test_a_spill_taken_back_leaves_the_order_as_it_was():
+    tier = filled([1, 2, 3, 4], 4)
+    tier.cancel_spill([slot for slot, _ in tier.begin_spill(2, 4)])
+    tier.check_integrity()
+    assert tier.reserve(3)[1] == digests([1, 2, 3])
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())

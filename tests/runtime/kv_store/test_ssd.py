@@ -13,7 +13,8 @@ from nanoflow_jax.runtime.kv_store.segment import Layout
 from nanoflow_jax.runtime.kv_store.ssd import SsdTier
 from tests.runtime.kv_store.helpers import FINGERPRINT, PAGE_BYTES, digest, digests, page, pages
 
-KEY_LISTS = st.lists(st.integers(0, 150), min_size=1, max_size=40, unique=True)
+KEYS = st.integers(0, 150)
+KEY_LISTS = st.lists(KEYS, min_size=1, max_size=3, unique=True) | st.lists(KEYS, min_size=10, max_size=40, unique=True)
 
 
 def open_tier(directory, size_bytes=1 << 20, fingerprint=FINGERPRINT, **options) -> SsdTier:
@@ -128,6 +129,26 @@ TestSsd = SsdMachine.TestCase
 TestSsd.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 
 
+def test_reading_a_segment_keeps_it(tmp_path):
+    tier = open_tier(tmp_path, 4 * (8192 + 160))  # four segments of one page
+    write(tier, range(4))
+    assert read(tier, [0]) == [0]
+    write(tier, [10, 11])
+    assert [key for key in (0, 1, 2, 3, 10, 11) if digest(key) in tier] == [0, 3, 10, 11]
+    tier.close(20.0)
+
+
+def test_eviction_between_finding_and_reading_is_a_plain_miss(tmp_path):
+    faults = FaultLog()
+    tier = open_tier(tmp_path, 4 * (8192 + 160), faults=faults)
+    write(tier, [0])
+    found = tier.locate(digests([0]))
+    write(tier, range(10, 16))
+    assert tier.read(found, list(pages([0]))) == [False]
+    assert faults.snapshot() == {} and tier.stats().misses == 1
+    tier.close(20.0)
+
+
 def test_restarts_append_to_the_last_segment(tmp_path):
     for turn in range(12):
         tier = open_tier(tmp_path)
@@ -165,6 +186,18 @@ def test_another_model_is_not_read_and_makes_room_first(tmp_path):
         written += 1
     assert other.stats().evictions == 0 and other.stats().pages == written
     other.close(20.0)
+
+
+def test_another_models_pages_go_before_older_ones_of_our_own(tmp_path):
+    size = 4 * (8192 + 160)  # four segments of one page
+    for fingerprint, keys in ((FINGERPRINT, [0, 1]), (bytes(32), [0, 1])):
+        tier = open_tier(tmp_path, size, fingerprint=fingerprint)
+        write(tier, keys)
+        tier.close(20.0)
+    tier = open_tier(tmp_path, size)
+    write(tier, [2, 3])
+    assert read(tier, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    tier.close(20.0)
 
 
 def test_one_server_per_directory(tmp_path):

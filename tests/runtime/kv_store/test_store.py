@@ -308,6 +308,25 @@ def test_clear_reaches_what_is_on_its_way(tmp_path):
     store.close(20.0)
 
 
+def test_clear_while_loads_are_under_way(tmp_path):
+    """One that reads already keeps what it gets; one that waits finds nothing; no slot is lost."""
+    gate, files = Gate(), FaultyFiles()
+    store = open_store(tmp_path, slots=16, queue_pages=4, files=files, num_readers=1)
+    for start in range(0, 40, 2):
+        put(store, range(start, start + 2))
+    files.before["preadv"] = gate
+    first, second = store.get_many(digests([0, 1])), store.get_many(digests([2, 3]))
+    assert gate.entered.wait(5.0)
+    store.clear()
+    gate.open()
+    with first.result(5.0) as got:
+        assert (np.concatenate(got.runs) == pages([0, 1])).all()
+    assert len(second.result(5.0)) == 0
+    assert store.cached_prefix(digests([0])).num_pages == 0 and store.stats().host.pages == 0
+    at_rest(store)
+    store.close(20.0)
+
+
 def test_after_close_it_is_empty_handed_and_quiet(tmp_path):
     store = open_store(tmp_path)
     put(store, range(4))
