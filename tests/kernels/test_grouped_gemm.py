@@ -100,6 +100,7 @@ def aot_cases() -> dict[str, Any]:
     }
 
 
+@pytest.mark.aot
 def test_compiles_without_spills():
     for name, r in aot.resources(__name__).items():
         assert r.spill_bytes == 0, name

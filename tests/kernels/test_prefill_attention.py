@@ -90,6 +90,7 @@ def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
+@pytest.mark.aot
 def test_compiles_for_h200_without_spills():
     for name, found in aot.resources(__name__).items():
         assert found.spill_bytes == 0, name
