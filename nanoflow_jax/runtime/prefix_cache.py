@@ -98,9 +98,11 @@ class PrefixCache:
         """Drops a sequence's references to its `pages`.
 
         Args:
-          digests: names of its full pages. The pages that the index has for them, whoever computed them, count as used now.
+          digests: names of its full pages, of all those at least that are in the index. The pages that the index has for them,
+            whoever computed them, count as used now.
           session: keeps those pages, in place of what it kept before.
         """
+        assert np.count_nonzero(self._indexed[pages]) <= len(digests), "a page in the index is given back without its name"
         self._allocator.release(pages)
         prefix = [page for digest in digests if (page := self._page_of.get(digest)) is not None]
         if session is not None:

@@ -28,7 +28,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(2, 16))
     def create(self, num_pages):
         self.cache = PrefixCache(num_pages)
-        self.running: list[tuple[np.ndarray, list[bytes], bool]] = []
+        self.running: list[tuple[np.ndarray, list[bytes]]] = []
         self.written: dict[int, bytes] = {}
 
     @rule(prompt=PROMPTS, salt=SALTS, offers=st.booleans())
@@ -50,13 +50,13 @@ class CacheMachine(RuleBasedStateMachine):
         if offers:
             self.cache.index(pages.tolist(), digests)
             assert self.cache.find(digests).size == len(digests)
-        self.running.append((pages, digests, offers))
+        self.running.append((pages, digests))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), session=SESSIONS)
     def finish(self, data, session):
-        pages, digests, offered = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.cache.release(pages, digests if offered else [], session)
+        pages, digests = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.cache.release(pages, digests, session)
 
     @rule(session=SESSIONS)
     def forget(self, session):
@@ -80,14 +80,14 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self):
         if hasattr(self, "cache"):
-            held = np.concatenate([*(pages for pages, _, _ in self.running), np.zeros(0, np.int32)]).astype(np.int64)
+            held = np.concatenate([*(pages for pages, _ in self.running), np.zeros(0, np.int32)]).astype(np.int64)
             self.cache.check_integrity(held, self.written)
             assert self.cache.num_available == self.cache.num_pages - 1 - np.unique(held).size
 
     def teardown(self):
         if not hasattr(self, "cache"):
             return
-        for pages, digests, _ in self.running:
+        for pages, digests in self.running:
             self.cache.release(pages, digests)
         self.cache.clear()
         assert (self.cache.num_cached, self.cache.num_sessions) == (0, 0)
@@ -135,10 +135,23 @@ def test_the_least_recently_used_goes_first_and_of_a_sequence_its_end():
     cache = PrefixCache(7)
     old, new = _run(cache, [1, 1, 2, 2, 3, 3]), _run(cache, [4, 4, 5, 5, 6, 6])
     _run(cache, [1, 1, 2, 2])  # used again
-    assert cache.allocate(1).tolist() == [old[2]]
-    assert cache.allocate(3).tolist() == sorted(new.tolist())
-    assert cache.find(names([1, 1, 2, 2, 3, 3])).tolist() == old[:2].tolist()
-    assert cache.num_evicted == 4
+    evicted = [int(cache.allocate(1)[0]) for _ in range(5)]
+    assert evicted == [old[2], new[2], new[1], new[0], old[1]]
+    assert cache.find(names([1, 1, 2, 2, 3, 3])).tolist() == old[:1].tolist()
+    assert cache.num_evicted == 5
+
+
+def test_a_copy_that_cannot_be_found_makes_the_one_that_can_count_as_used():
+    cache = PrefixCache(5)
+    digests = names([1, 1, 2, 2])
+    first, second = cache.allocate(1), cache.allocate(2)
+    cache.index(first.tolist(), digests[:1])
+    cache.index(second.tolist(), digests)
+    cache.release(first, digests[:1])
+    other = _run(cache, [3, 3])
+    cache.release(second, digests)
+    assert other[0] in cache.allocate(2), "it is older than the two that were just used"
+    assert cache.find(digests).tolist() == [int(first[0]), int(second[1])]
 
 
 def test_what_a_session_keeps_goes_last_until_its_next_request():

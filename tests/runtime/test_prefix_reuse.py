@@ -329,6 +329,52 @@ def test_a_session_outlives_others_until_its_next_request():
     assert engine.stats().kept_sessions == 0
 
 
+def test_a_session_keeps_nothing_while_its_next_request_runs():
+    rng = np.random.default_rng(0)
+    engine = Engine(MockRunner(page_size=4, num_pages=60, lazy=True))
+    finish(engine, ask("first", prompt(rng, 21), session="s", max_tokens=8))
+    kept = []
+    run(
+        engine,
+        [ask("next", prompt(rng, 10), session="s", max_tokens=8, ignore_eos=True)],
+        on_step=lambda: kept.append(engine.stats().kept_sessions),
+    )
+    assert kept[0] == kept[-3] == 0
+    assert engine.stats().kept_sessions == 1
+
+
+def test_a_page_is_not_named_before_its_last_token_is_known():
+    """A request that ends by length gives its pages back while the step before its last is still running. The table still has
+    another request's id where that step's token will go."""
+    rng = np.random.default_rng(0)
+    runner = MockRunner(page_size=4, num_pages=60, max_sequences=1, lazy=True)
+    engine = Engine(runner)
+    start = prompt(rng, 6)
+    params = SamplingParams(max_tokens=11, ignore_eos=True)
+    answer = plain_decode(runner.config, start, params)
+    assert (len(start) + len(answer) - 1) % 4 == 0
+    stale = [*start, *answer[:-2], (answer[-2] + 1) % 97]
+    finish(engine, ask("stale", [*stale, 1, 2], max_tokens=1))
+    engine.clear_prefix_cache()
+    assert finish(engine, ask("short", start, max_tokens=11, ignore_eos=True)).token_ids == answer
+    output = finish(engine, r := ask("probe", [*stale, 3], max_tokens=9, ignore_eos=True))
+    assert_plain(runner, [r], {"probe": output})
+    assert output.last.usage.cached_tokens == 12
+
+
+@pytest.mark.parametrize("arrival", range(6))
+def test_cached_pages_that_a_request_takes_over_are_no_room_for_its_other_pages(arrival):
+    """At step 2 the running request has just got a page that no prediction counts: 7 of 10 are left, 2 of them cached. The next
+    begins with these 2 and needs 6 more."""
+    rng = np.random.default_rng(0)
+    runner = MockRunner(tiny_config(eos_token_ids=()), page_size=4, num_pages=11, b_dense=64)
+    engine = optimistic(runner)
+    cached = prompt(rng, 8)
+    finish(engine, ask("before", [*cached, 1], max_tokens=1))
+    requests = [ask("running", prompt(rng, 7), max_tokens=9), ask("next", cached + prompt(rng, 22), max_tokens=3)]
+    assert_plain(runner, requests, run(engine, requests, arrivals={"next": arrival}))
+
+
 def test_shared_pages_count_once_when_room_is_foreseen():
     """Eight conversations over one long system prompt run at once in a pool that holds it once and their own tokens exactly."""
     rng = np.random.default_rng(0)
