@@ -11,13 +11,14 @@ def test_bench_prints_a_table_and_json(tmp_path, capsys):
     report = json.loads(lines[-1])
     assert report["pages"] == 64 and len(report["gb_per_s"]) == 9
     assert all(rate > 0 for rate in report["gb_per_s"].values())
-    assert [line.split("  ")[0] for line in lines[2:-1]] == [
+    assert [line.split("  ")[0] for line in lines[2:-2]] == [
         "host put",
         "host get",
         "ssd put",
         "ssd get, cold",
         "ssd get, warm",
     ]
+    assert lines[-2].startswith("microseconds of the caller per page: put_many ")
     assert not list(tmp_path.iterdir())
 
 

@@ -25,15 +25,16 @@ def test_a_bounded_queue_in_order():
 
 def test_whoever_drains_takes_no_workers_wake_up():
     workers = Workers("test", 2, max_waiting=10, faults=FaultLog())
-    gate, ran = Gate(), threading.Event()
+    gate = Gate()
     workers.submit(gate)
     assert gate.entered.wait(5.0)
     drains = [threading.Thread(target=workers.drain, args=(20.0,)) for _ in range(4)]
     for thread in drains:
         thread.start()
-    time.sleep(0.05)
-    workers.submit(ran.set)
-    assert ran.wait(5.0)
+    for _ in range(200):
+        ran = threading.Event()
+        workers.submit(ran.set)
+        assert ran.wait(5.0)
     gate.open()
     for thread in drains:
         thread.join(5.0)
