@@ -270,7 +270,10 @@ class Batcher:
         return self.cache.find(sequence.page_digests(sequence.tokens, self.page_size, num_pages))
 
     def _count_that_fits(self, candidates: list[Sequence], found: list[np.ndarray]) -> int:
-        """How many of the candidates, from the first, fit beside those running: now, and at the predicted peak.
+        """How many of the candidates, from the first, fit beside those running at the predicted peak.
+
+        They fit now, too: until the first of all ends, everybody holds its present pages at least, and every decoding row takes
+        a step more, for which `_grow_decoding` has given it the page.
 
         Args:
           found: cached pages of each candidate. Pages that several sequences hold count once.
@@ -293,27 +296,16 @@ class Batcher:
         expected = prompts + self.output_lengths.expected_total(lengths + 1 - prompts, finals - prompts)
         # The last token of an output never enters the cache.
         remaining = np.maximum(np.where(exact, finals, expected) - 1 - lengths, 0)
-        needed = np.cumsum(-(-new_lengths // self.page_size) - reused + self._count_revived(found))
         shared = self._shared_columns(running, found)
 
         def exceeds(count: int) -> bool:
             n = running.size + count
             elsewhere = pages_counted_elsewhere(shared[:n], delays[:n] + remaining[:n], self.cache.num_pages)
-            peak = peak_pages(lengths[:n] - elsewhere * self.page_size, delays[:n], remaining[:n], self.page_size)
-            return bool(needed[count - 1] > self.cache.num_available) or peak > self.cache.num_pages - 1
+            counted = lengths[:n] - elsewhere * self.page_size
+            return peak_pages(counted, delays[:n], remaining[:n], self.page_size) > self.cache.num_pages - 1
 
         # The peak grows with every candidate.
         return bisect.bisect_left(range(1, len(candidates) + 1), True, key=exceeds)
-
-    def _count_revived(self, found: list[np.ndarray]) -> np.ndarray:
-        """int64: pages that nobody holds and that each candidate is the first to hold again."""
-        pages = np.concatenate(found)
-        if not pages.size:
-            return np.zeros(len(found), np.int64)
-        claimant = np.repeat(np.arange(len(found)), [pages.size for pages in found])
-        unused = np.flatnonzero(self.cache.are_unused(pages))
-        _, first = np.unique(pages[unused], return_index=True)
-        return np.bincount(claimant[unused[first]], minlength=len(found))
 
     def _shared_columns(self, running: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
         """int32[n, w]: the pages of running rows and then candidates that several may hold, 0 where there is none.

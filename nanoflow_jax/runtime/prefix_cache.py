@@ -142,10 +142,6 @@ class PrefixCache:
         self._indexed[added] = True
         self._allocator.share(np.array(added, np.int32))
 
-    def are_unused(self, pages: np.ndarray) -> np.ndarray:
-        """bool: which of the indexed `pages` no sequence holds."""
-        return self._allocator.references[pages] == 1
-
     def are_private(self, pages: np.ndarray) -> bool:
         """Each of `pages` has one holder and cannot be found, so its holder may write it."""
         return bool((self._allocator.references[pages] == 1).all() and not self._indexed[pages].any())

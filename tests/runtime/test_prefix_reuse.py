@@ -364,8 +364,8 @@ def test_a_page_is_not_named_before_its_last_token_is_known():
 
 @pytest.mark.parametrize("arrival", range(6))
 def test_cached_pages_that_a_request_takes_over_are_no_room_for_its_other_pages(arrival):
-    """At step 2 the running request has just got a page that no prediction counts: 7 of 10 are left, 2 of them cached. The next
-    begins with these 2 and needs 6 more."""
+    """At step 2 the running request has just got its third page: 7 of 10 are left, 2 of them cached. The next begins with these
+    2 and needs 6 more."""
     rng = np.random.default_rng(0)
     runner = MockRunner(tiny_config(eos_token_ids=()), page_size=4, num_pages=11, b_dense=64)
     engine = optimistic(runner)
