@@ -113,7 +113,16 @@ class Loader:
     def start(self, digests: Sequence[bytes], slots: list[int], future: "Future[LoadedPages]") -> bool:
         """Takes over pinned `slots`, -1 where the page must be read, and resolves the future later. False if too much waits."""
         load = _Load(digests, slots, future, time.perf_counter())
-        return self._readers.submit(lambda: self._begin(load))
+
+        def work() -> None:
+            try:
+                self._begin(load)
+            except Exception:
+                if not load.future.done():
+                    resolve(load.future, self._host, [])  # whoever waits gets an answer
+                raise
+
+        return self._readers.submit(work)
 
     def bytes_per_s(self) -> float | None:
         """Of recent loads, from the call to the last page in place; None if there were none."""

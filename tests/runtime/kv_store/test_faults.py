@@ -313,6 +313,26 @@ def test_a_segment_of_another_model_under_our_name_is_not_believed(store, tmp_pa
     assert faults_of(store) == {Fault.CHECKSUM: len(ON_SSD)}
 
 
+def test_an_error_of_our_own_is_a_miss_too(store, files, caplog):
+    def broken():
+        raise RuntimeError("a bug")
+
+    files.before = {"preadv": broken, "pwritev": broken}
+    held = store.stats().ssd.pages
+    put(store, list(range(200, 240)))
+    assert loaded(store, ON_SSD) == 0
+    assert set(faults_of(store)) == {Fault.INTERNAL} and logged(caplog, Fault.INTERNAL) == 1
+    files.before.clear()
+    put(store, list(range(300, 340)))
+    assert loaded(store, [300]) == 1 and store.stats().ssd.pages > held
+
+
+def test_an_error_before_the_disk_is_asked_answers_whoever_waits(store, monkeypatch):
+    monkeypatch.setattr(store._loader, "_plan", lambda *_: 1 / 0)
+    assert len(store.get_many(digests(ON_SSD)).result(5.0)) == 0
+    assert faults_of(store) == {Fault.INTERNAL: 1}
+
+
 CALLS = ("open", "preadv", "pwritev", "unlink")
 CODES = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ENOENT)
 
