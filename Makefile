@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A process per core; a file's tests stay together, because they share models and compiled steps.
+PARALLEL := -n auto --dist loadfile
 
 .PHONY: help venv demo test test-slow test-aot test-gpu lint clean
 
@@ -25,10 +27,10 @@ demo: venv
 	$(BIN)/python -m serve.demo
 
 test: venv lint
-	$(BIN)/python -m pytest -m "not slow and not gpu and not aot"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not aot"
 
 test-slow: venv
-	$(BIN)/python -m pytest -m "slow and not gpu and not aot"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not aot"
 
 # The plug-in brings XLA's GPU compiler (142 MB) and none of NVIDIA's libraries.
 test-aot: venv
