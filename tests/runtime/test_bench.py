@@ -140,6 +140,7 @@ def test_a_conversation_that_does_not_fit_is_refused():
         multi_round.measure(runner, lengths, seed=0, sync=False)
 
 
+@pytest.mark.slow
 def test_the_multi_round_command_prints_both_runs_and_ends_with_one_json_object(capsys):
     load = ["--workload", "multi-round", "--requests", "2", "--rounds", "2", "--input", "30", "--message", "5", "--output", "6"]
     bench.main(["--model", _TINY, *load, "--b-dense", "16", "--max-sequences", "4", "--page-size", "4"])
