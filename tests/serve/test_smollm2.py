@@ -56,6 +56,21 @@ def test_eos_ends_the_answers_that_have_one(client):
         assert answer.finish_reason is (FinishReason.STOP if end < STEPS else FinishReason.LENGTH)
 
 
+def test_the_second_round_of_a_chat_is_the_same_from_the_cache_and_computed_anew(client):
+    params = SamplingParams(max_tokens=STEPS, ignore_eos=True)
+    chat = [ChatMessage(role="user", content="Tell me about the ocean. " + "It is deep and blue and full of fish. " * 10)]
+    first = client.generate(chat, params, session_id="chat")
+    chat += [
+        ChatMessage(role="assistant", content=first.text),
+        ChatMessage(role="user", content="And about the mountains?"),
+    ]
+    again, anew = client.generate(chat, params, session_id="chat"), client.generate(chat, params, cache_salt="nobody else's")
+    assert again.token_ids == anew.token_ids
+    assert again.usage.prompt_tokens == anew.usage.prompt_tokens
+    assert again.usage.cached_tokens > first.usage.prompt_tokens - 16
+    assert anew.usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize("check", GOLDEN["tokenizer_checks"] + GOLDEN["tokenizer_checks_llama_cpp"], ids=lambda c: c["text"])
 def test_tokenizer(client, check):
     assert client.tokenize(check["text"]) == check["ids"]
