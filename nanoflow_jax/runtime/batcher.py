@@ -250,7 +250,7 @@ class Batcher:
         if sequence.session is not None:
             self.cache.forget_session(sequence.session)
         self.num_prefix_hits += num_reused > 0
-        self.num_prefix_misses += num_reused == 0
+        self.num_prefix_misses += num_reused == 0 and self.reuses_prefixes
         self.num_reused_tokens += num_reused
 
     def _candidates(self, budget: int, num_rows: int) -> tuple[list[Sequence], list[np.ndarray]]:
