@@ -74,8 +74,8 @@ def swizzled_transforms(minor: int, dtype: Any) -> tuple[Any, ...]:
     bits = minor * jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(bits)
     return (
-        plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(swizzle),
+        plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
 
 

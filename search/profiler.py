@@ -1,7 +1,7 @@
 """Runs single kernels and pairs on the GPUs at hand for the profiler. Imports jax; nothing but the profiler imports this.
 
 Repetitions are unrolled inside one compiled program and kept apart by barriers, so that launches cost what they cost in a step.
-Pairs run on two streams of one program, each kernel within its SM budget.
+Pairs run on two streams of one program (jax 0.11 or newer), each kernel within its SM budget.
 """
 
 import functools
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pynvml  # pyright: ignore[reportMissingImports]  # of the cuda extras; not on machines without a GPU
 from jax import lax
-from jax.experimental.compute_on import compute_on
 
 import pallas_kernels
+from nanoflow_jax.executor.streams import on_stream
+from nanoflow_jax.plan import Resource
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
 from pallas_kernels.grouped_gemm import grouped_gemm
@@ -30,7 +31,7 @@ TRIALS = 3
 ENERGY_S = 0.3
 ENERGY_TOKENS = (512, 2048)
 PAGE = 64
-GEMM_STREAM, OTHER_STREAM = 5, 6
+COLLECTIVES = ("all_reduce", "all_gather")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -60,7 +61,7 @@ class GpuMachine:
         run = _repeated(lambda *a: (function(*a),), arguments)
         time_us = _best_us(run)
         energy = self._energy_j(run) if num_sms >= self.num_sms and tokens in ENERGY_TOKENS else None
-        name = "nccl" if kernel.name in ("all_reduce", "all_gather") else "pallas"
+        name = "nccl" if kernel.name in COLLECTIVES else "pallas"
         return Point(tokens=tokens, num_sms=num_sms, context=context, time_us=time_us, implementation=name, energy_j=energy)
 
     def _energy_j(self, run: Callable[[], Any]) -> float:
@@ -78,13 +79,11 @@ class GpuMachine:
         left, left_arguments = self._calls(*gemm, 0.0)
         right, right_arguments = self._calls(*other)
         split = len(left_arguments)
+        beside = Resource.NETWORK if other[0].name in COLLECTIVES else Resource.MEMORY
 
         def both(*arguments: Any) -> tuple[Any, Any]:
-            with compute_on(f"gpu_stream:{GEMM_STREAM}"):
-                x = left(*arguments[:split])
-            with compute_on(f"gpu_stream:{OTHER_STREAM}"):
-                y = right(*arguments[split:])
-            return x, y
+            x = on_stream(Resource.COMPUTE, lambda given: left(*given))(arguments[:split])
+            return x, on_stream(beside, lambda given: right(*given))(arguments[split:])
 
         return _best_us(_repeated(both, (*left_arguments, *right_arguments)))
 
