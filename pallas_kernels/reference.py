@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 # Tokens of K and V that one loop iteration reads, and query tokens that share them in prefill.
 _KV_CHUNK = 128
 _QUERY_TILE = 32
+# Decoding rows that go through the loop together, up to the longest of them.
+_DECODE_ROWS = 4
 _MASKED = -1e30
 
 
@@ -88,14 +90,20 @@ def decode_attention(
     kv_lens: Int[Array, " B"],
 ) -> Float[Array, "B K G H"]:
     """Attention of one query token per row over its pages; rows with kv_len 0 return zeros."""
-    tables = _whole_chunks(block_tables, k_pages.shape[2])
+    B = q.shape[0]
+    rows = ((0, -B % _DECODE_ROWS), (0, 0))
+    tables = jnp.pad(_whole_chunks(block_tables, k_pages.shape[2]), rows)
+    last = jnp.pad(kv_lens - 1, rows[:1], constant_values=-1)
+    padded = jnp.pad(q, (*rows, (0, 0), (0, 0)))
 
-    def attend(row: Array, out: Array) -> Array:
-        q_row = lax.dynamic_slice_in_dim(q, row, 1)
-        last = (kv_lens[row] - 1)[None]
-        return lax.dynamic_update_slice_in_dim(out, _attend(q_row, last, k_pages, v_pages, tables[row]), row, 0)
+    def attend(block: Array, out: Array) -> Array:
+        first = block * _DECODE_ROWS
+        q_rows, last_rows, table_rows = (lax.dynamic_slice_in_dim(x, first, _DECODE_ROWS) for x in (padded, last, tables))
+        result = _attend(q_rows[:, None], last_rows[:, None], k_pages, v_pages, table_rows)
+        return lax.dynamic_update_slice_in_dim(out, result[:, 0], first, 0)
 
-    return lax.fori_loop(0, q.shape[0], attend, jnp.zeros_like(q))
+    blocks = (_used(last >= 0) + _DECODE_ROWS - 1) // _DECODE_ROWS
+    return lax.fori_loop(0, blocks, attend, jnp.zeros_like(padded))[:B]
 
 
 def prefill_attention(
@@ -123,14 +131,20 @@ def prefill_attention(
             start = q_starts[row] + first
             covered = first + lane < q_lens[row]
             position = jnp.where(covered, kv_lens[row] - q_lens[row] + first + lane, -1)
-            result = _attend(lax.dynamic_slice_in_dim(padded, start, _QUERY_TILE), position, k_pages, v_pages, tables[row])
+            q_tile = lax.dynamic_slice_in_dim(padded, start, _QUERY_TILE)
+            result = _attend(q_tile[None], position[None], k_pages, v_pages, lax.dynamic_slice_in_dim(tables, row, 1))
             before = lax.dynamic_slice_in_dim(out, start, _QUERY_TILE)
-            merged = jnp.where(covered[:, None, None, None], result, before)
+            merged = jnp.where(covered[:, None, None, None], result[0], before)
             return lax.dynamic_update_slice_in_dim(out, merged, start, 0)
 
         return lax.fori_loop(0, (q_lens[row] + _QUERY_TILE - 1) // _QUERY_TILE, tile_body, out)
 
-    return lax.fori_loop(0, q_lens.shape[0], row_body, jnp.zeros_like(padded))[:T]
+    return lax.fori_loop(0, _used(q_lens > 0), row_body, jnp.zeros_like(padded))[:T]
+
+
+def _used(rows: Array) -> Array:
+    """One past the last row that is in use: the rows behind it cost nothing, not even an empty iteration."""
+    return jnp.max(jnp.where(rows, jnp.arange(rows.shape[0], dtype=jnp.int32) + 1, 0), initial=0)
 
 
 def _whole_chunks(block_tables: Array, page_size: int) -> Array:
@@ -140,39 +154,47 @@ def _whole_chunks(block_tables: Array, page_size: int) -> Array:
 
 
 def _attend(
-    q: Float[Array, "Tq K G H"],
-    last: Int[Array, " Tq"],
+    q: Float[Array, "B Tq K G H"],
+    last: Int[Array, "B Tq"],
     k_pages: Float[Array, "P K page_size H"],
     v_pages: Float[Array, "P K page_size H"],
-    table: Int[Array, " pages"],
-) -> Float[Array, "Tq K G H"]:
-    """Online softmax of queries over one sequence's positions 0 .. last (inclusive, per query; -1 attends to nothing)."""
-    Tq, K, G, H = q.shape
+    tables: Int[Array, "B pages"],
+) -> Float[Array, "B Tq K G H"]:
+    """Online softmax of each sequence's queries over its positions 0 .. last (inclusive, per query; -1 attends to nothing)."""
+    B, Tq, K, G, H = q.shape
     page_size = k_pages.shape[2]
     pages_per_chunk = max(1, _KV_CHUNK // page_size)
     chunk = pages_per_chunk * page_size
-    scaled = q.astype(jnp.float32) * H**-0.5
+    # Heads outermost: both products are then plain matrix products per sequence and head.
+    scaled = (q.astype(jnp.float32) * H**-0.5).transpose(0, 2, 1, 3, 4).reshape(B, K, Tq * G, H)
+    last_of_query = jnp.repeat(last, G, axis=1)
+    batched = ((0, 1), (0, 1))
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, out = carry
-        ids = lax.dynamic_slice_in_dim(table, i * pages_per_chunk, pages_per_chunk)
-        seen = (i * chunk + jnp.arange(chunk, dtype=jnp.int32))[None] <= last[:, None]
+        ids = lax.dynamic_slice_in_dim(tables, i * pages_per_chunk, pages_per_chunk, axis=1)
+        position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        seen = (position[None, None] <= last_of_query[:, :, None])[:, None]
         # Whatever lies behind the end of a sequence (it may be NaN) must not reach the products.
-        live = seen.any(0).reshape(pages_per_chunk, 1, page_size, 1)
-        k = jnp.where(live, k_pages[ids], 0).astype(jnp.float32)
-        v = jnp.where(live, v_pages[ids], 0).astype(jnp.float32)
-        scores = jnp.einsum("tkgh,ckph->tkgcp", scaled, k).reshape(Tq, K, G, chunk)
-        scores = jnp.where(seen[:, None, None], scores, _MASKED)
+        live = (position[None] <= last.max(1, keepdims=True))[:, None, :, None]
+
+        def load(pages: Array) -> Array:
+            rows = pages[ids].transpose(0, 2, 1, 3, 4).reshape(B, K, chunk, H)
+            return jnp.where(live, rows, 0).astype(jnp.float32)
+
+        scores = lax.dot_general(scaled, load(k_pages), (((3,), (3,)), batched))
+        scores = jnp.where(seen, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
-        weights = jnp.where(seen[:, None, None], jnp.exp(scores - new_peak[..., None]), 0.0)
+        weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
         shrink = jnp.exp(peak - new_peak)
-        gain = jnp.einsum("tkgcp,ckph->tkgh", weights.reshape(Tq, K, G, pages_per_chunk, page_size), v)
+        gain = lax.dot_general(weights, load(v_pages), (((3,), (2,)), batched))
         return new_peak, total * shrink + weights.sum(-1), out * shrink[..., None] + gain
 
     start = (
-        jnp.full((Tq, K, G), _MASKED, jnp.float32),
-        jnp.zeros((Tq, K, G), jnp.float32),
-        jnp.zeros((Tq, K, G, H), jnp.float32),
+        jnp.full((B, K, Tq * G), _MASKED, jnp.float32),
+        jnp.zeros((B, K, Tq * G), jnp.float32),
+        jnp.zeros((B, K, Tq * G, H), jnp.float32),
     )
     _, total, out = lax.fori_loop(0, (last.max() + chunk) // chunk, body, start)
-    return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    return out.reshape(B, K, Tq, G, H).transpose(0, 2, 1, 3, 4).astype(q.dtype)
