@@ -67,9 +67,14 @@ def kernels_for(choice: KernelChoice) -> Callable[[int], Kernels]:
     return sets[choice]
 
 
-def best_choice(device: object) -> KernelChoice:
-    """What to take on `device` unless told otherwise: the reference on CPUs, Mosaic attention beside cuBLAS on Hopper."""
-    return "reference" if getattr(device, "platform", "cpu") == "cpu" else "cublas"
+def best_choice(device: object, *, budgeted: bool = False) -> KernelChoice:
+    """What to take on `device` unless told otherwise: the reference on CPUs, Mosaic attention beside cuBLAS on Hopper.
+
+    A step with SM budgets (`budgeted`) takes the Mosaic GEMM: XLA's would claim the SMs of whatever runs beside it.
+    """
+    if getattr(device, "platform", "cpu") == "cpu":
+        return "reference"
+    return "mosaic" if budgeted else "cublas"
 
 
 def _xla_gemm(

@@ -163,7 +163,7 @@ class ModelRunner:
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._mode: ExecutionMode = options.mode
         device = mesh.devices.flat[0]
-        self._kernels: KernelChoice = best_choice(device) if options.kernels == "auto" else options.kernels
+        self._kernels: KernelChoice | Literal["auto"] = options.kernels
         self._num_sms = getattr(device, "core_count", None) or 1
         self._on_gpu = device.platform == "gpu"
         self._check_plans()
@@ -259,8 +259,10 @@ class ModelRunner:
         return self._weights, self._cache, self._last_tokens, packed
 
     def _forward_jit(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
+        automatic = best_choice(self.mesh.devices.flat[0], budgeted=plan is not None)
+        kernels = automatic if self._kernels == "auto" else self._kernels
         return step_function(
-            self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=self._kernels,
+            self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
             num_sms=self._num_sms, on_gpu=self._on_gpu,
         )  # fmt: skip
 

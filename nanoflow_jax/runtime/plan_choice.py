@@ -53,7 +53,7 @@ def read_plans(path: Path) -> PlanSet:
         tp=plan.tp,
         plans=(plan,),
         sequential=(sequential,),
-        # One plan says nothing about smaller batches; half of its own is where splitting has always cost more than it gave.
+        # One plan says nothing about smaller batches: half of its own is a guess. A plan set carries the search's answer.
         crossover_tokens=plan.b_dense // 2,
     )
 

@@ -1,11 +1,14 @@
 """The runner: compiled once, pool in place, tokens fed back on the device, refusals at the edge."""
 
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes
+from nanoflow_jax.kernels import best_choice
 from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit
 from nanoflow_jax.plan import PlanSet
 from tests.executor.plans import random_plan
@@ -156,3 +159,10 @@ def test_pool_sizes() -> None:
     for num_pages, page_size, message in [(1, 16, "num_pages=1"), (2**27, 16, "do not fit in int32")]:
         with pytest.raises(ValueError, match=message):
             create_kv_cache(model.config, model.layout, model.mesh, num_pages=num_pages, page_size=page_size, dtype=jnp.float32)
+
+
+def test_automatic_kernels_keep_to_budgets_where_a_plan_gives_them() -> None:
+    gpu = types.SimpleNamespace(platform="gpu")
+    assert (best_choice(gpu), best_choice(gpu, budgeted=True)) == ("cublas", "mosaic")
+    cpu = types.SimpleNamespace(platform="cpu")
+    assert best_choice(cpu) == best_choice(cpu, budgeted=True) == "reference"

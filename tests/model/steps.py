@@ -108,7 +108,7 @@ class Host:
 
 
 def poisoned_cache(model: Model, *, num_pages: int, page_size: int) -> KVCache:
-    """A pool of NaN, but for the dummy page and a finite tail in every page's place (set when a page is first written)."""
+    """A pool of NaN, but for the dummy page."""
     options = {"num_pages": num_pages, "page_size": page_size, "dtype": jnp.float32}
     cache = create_kv_cache(model.config, model.layout, model.mesh, **options)
     return jax.tree.map(lambda pages: pages.at[1:].set(jnp.nan), cache)
