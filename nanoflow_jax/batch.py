@@ -1,6 +1,9 @@
 """One step's arrays: built in numpy by the batcher, sent to the device as one int32 array, unpacked inside jit."""
 
 import dataclasses
+import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -98,30 +101,45 @@ def empty_batch(shape: BatchShape) -> Batch:
     return Batch(num_decode=np.zeros((), np.int32), block_tables=tables, **tokens, **rows)
 
 
+# Every field starts at a multiple of this many words: XLA on GPUs hands a kernel a pointer into the packed array where it
+# reads a slice of it, and kernels want their arguments aligned to 256 bytes.
+_ALIGNMENT = 64
+
+
 def pack(batch: Batch) -> np.ndarray:
     """int32[n]: every field of a host batch in one array, floats and unsigned integers by their bits."""
-    parts = [np.asarray(batch.num_decode, np.int32).reshape(1)]
-    parts += [getattr(batch, name) for name in _TOKEN_FIELDS]
-    parts += [getattr(batch, name).view(np.int32) for name in _ROW_FIELDS]
-    parts.append(batch.block_tables.reshape(-1))
-    return np.concatenate(parts)
+    packed = np.zeros(packed_size(batch.shape), np.int32)
+    for name, start, shape, dtype in _sections(batch.shape):
+        field = np.asarray(getattr(batch, name), dtype).view(np.int32)
+        packed[start : start + field.size] = field.reshape(-1)
+    return packed
 
 
 def packed_size(shape: BatchShape) -> int:
     """Length of the array that `pack` returns."""
-    return 1 + len(_TOKEN_FIELDS) * shape.num_tokens + (len(_ROW_FIELDS) + shape.pages_per_seq) * shape.num_rows
+    _, start, field, _ = _sections(shape)[-1]
+    return start + _aligned(math.prod(field))
 
 
 def unpack(packed: jax.Array, shape: BatchShape) -> Batch:
     """The traced inverse of `pack`."""
-    fields = {"num_decode": packed[0]}
-    at = 1
-    for name in _TOKEN_FIELDS:
-        fields[name] = packed[at : at + shape.num_tokens]
-        at += shape.num_tokens
-    for name, dtype in _ROW_FIELDS.items():
-        bits = packed[at : at + shape.num_rows]
+    fields = {}
+    for name, start, field, dtype in _sections(shape):
+        bits = packed[start : start + math.prod(field)].reshape(field)
         fields[name] = bits if dtype is np.int32 else jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
-        at += shape.num_rows
-    fields["block_tables"] = packed[at:].reshape(shape.num_rows, shape.pages_per_seq)
     return Batch(**fields)
+
+
+@functools.cache
+def _sections(shape: BatchShape) -> list[tuple[str, int, tuple[int, ...], type]]:
+    """(field, first word in the packed array, its shape, its dtype)."""
+    fields: list[tuple[str, tuple[int, ...], type]] = [("num_decode", (), np.int32)]
+    fields += [(name, (shape.num_tokens,), np.int32) for name in _TOKEN_FIELDS]
+    fields += [(name, (shape.num_rows,), dtype) for name, dtype in _ROW_FIELDS.items()]
+    fields.append(("block_tables", (shape.num_rows, shape.pages_per_seq), np.int32))
+    starts = itertools.accumulate((_aligned(math.prod(field)) for _, field, _ in fields), initial=0)
+    return [(name, start, field, dtype) for (name, field, dtype), start in zip(fields, starts, strict=False)]
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT

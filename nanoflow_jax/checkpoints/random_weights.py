@@ -39,8 +39,6 @@ def random_parameters(
     for done, (path, spec) in enumerate(specs.items(), start=1):
         attribute = path.rsplit(".", 1)[-1]
         if attribute in _NORMS:
-            # Not the result of a jitted function: XLA on GPUs hands out a pointer into the program for a constant, and its own
-            # other programs refuse that as an argument for its alignment.
             arrays[path] = jax.device_put(np.ones(spec.shape, dtype), spec.sharding(mesh))
         else:
             if attribute not in makers:
