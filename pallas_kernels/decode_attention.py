@@ -77,11 +77,17 @@ def decode_attention(
     )
     if B * K == 0:
         return jnp.zeros_like(q)
+    return _run(q, k_pages, v_pages, block_tables, kv_lens, plan=plan)
+
+
+# Jitted so that every layer's call is the same traced kernel, which is lowered and compiled once; inlined because XLA cannot
+# place a call within a call on a stream.
+@functools.partial(jax.jit, static_argnames="plan", inline=True)
+def _run(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens: Array, *, plan: Plan) -> Array:
     out, splits, maxima, sums, parts = _attend(plan)(
         _query_tiles(q, plan), _by_page_and_head(k_pages), _by_page_and_head(v_pages), block_tables, _padded(kv_lens)
     )
-    finished = _update(out, functools.partial(_combine(plan), kv_lens, splits, maxima, sums, parts), plan)
-    return finished.reshape(B, K, G, H)
+    return _update(out, functools.partial(_combine(plan), kv_lens, splits, maxima, sums, parts), plan).reshape(q.shape)
 
 
 def _update(x: Array, f: Callable[[Any], Any], plan: Plan) -> Array:

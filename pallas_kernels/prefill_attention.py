@@ -72,10 +72,27 @@ def prefill_attention(
         interpreted=device.interpreted,
         config=config or TuningConfig(),
     )
+    return _run(q, k_pages, v_pages, block_tables, kv_lens, q_starts, q_lens, plan=plan)
+
+
+# Jitted so that every layer's call is the same traced kernel, which is lowered and compiled once; inlined because XLA cannot
+# place a call within a call on a stream.
+@functools.partial(jax.jit, static_argnames="plan", inline=True)
+def _run(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    kv_lens: Array,
+    q_starts: Array,
+    q_lens: Array,
+    *,
+    plan: Plan,
+) -> Array:
     k_flat, v_flat = (pages.reshape(-1, *pages.shape[2:]) for pages in (k_pages, v_pages))
     whole = jnp.pad(q_lens, (0, -q_lens.shape[0] % _mosaic.WARPGROUP))
-    out = _launch(plan)(q.reshape(T * K * G, H), k_flat, v_flat, block_tables, kv_lens, q_starts, whole)
-    return out.reshape(T, K, G, H)
+    rows = q.reshape(-1, plan.head_dim)
+    return _launch(plan)(rows, k_flat, v_flat, block_tables, kv_lens, q_starts, whole).reshape(q.shape)
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, per_row: tuple[Array, ...]) -> None:
