@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal, get_args
 
 import jax
@@ -118,7 +119,7 @@ class InFlightStep:
         return StepResult(token_ids, logprobs, packed[:, 2 : 2 + n], packed[:, 2 + n :].view(np.float32))
 
 
-def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, smallest: int = 16) -> tuple[BatchShape, ...]:
+def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, smallest: int) -> tuple[BatchShape, ...]:
     """Powers of two from `smallest` below `b_dense`, then `b_dense` itself: small steps do not pay for the dense batch."""
     sizes = itertools.takewhile(lambda size: size < b_dense, (smallest << i for i in itertools.count()))
     return tuple(BatchShape(size, min(size, max_sequences), pages_per_seq) for size in (*sizes, b_dense))
@@ -150,7 +151,12 @@ class ModelRunner:
         self.max_sequences = options.max_sequences
         self.max_context = min(options.max_context or config.max_context, config.max_context)
         self.pages_per_seq = -(-self.max_context // options.page_size)
-        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq)
+        device = mesh.devices.flat[0]
+        self._num_sms = getattr(device, "core_count", None) or 1
+        self._on_gpu = device.platform == "gpu"
+        # A GPU reads all weights in every step and multiplies 64 rows meanwhile: smaller steps would cost as much.
+        smallest = 64 if self._on_gpu else 16
+        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq, smallest)
         self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
         self.num_compilations = 0
@@ -162,10 +168,7 @@ class ModelRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._mode: ExecutionMode = options.mode
-        device = mesh.devices.flat[0]
         self._kernels: KernelChoice | Literal["auto"] = options.kernels
-        self._num_sms = getattr(device, "core_count", None) or 1
-        self._on_gpu = device.platform == "gpu"
         self._check_plans()
         self._forwards: dict[tuple[BatchShape, int | None], Any] = {}
         self._samplers: dict[tuple[BatchShape, SamplingMode, int], Any] = {}
@@ -184,18 +187,29 @@ class ModelRunner:
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
         samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
-        total = len(steps) + len(samplers)
-        report = progress or (lambda *_: None)
-        for done, (shape, index) in enumerate(steps):
+        jobs: list[tuple[str, dict, Any, Callable[[], Any]]] = []
+        for shape, index in steps:
             plan = None if index is None else self.plans[index]
             by_plan = f" by a plan for {plan.decode_tokens} decoding" if plan else ""
-            report(f"step of {shape.num_tokens} tokens{by_plan}", done, total)
-            self._forwards[shape, index] = self._compile(self._forward_jit(shape, plan), *self._forward_args(shape))
-        for done, (shape, mode, num_logprobs) in enumerate(samplers, start=len(steps)):
-            report(f"{mode.value} sampling of {shape.num_rows} rows", done, total)
-            key = (shape, mode, num_logprobs)
-            self._samplers[key] = self._compile(self._sample_jit(*key), *self._sample_args(shape))
-        report("ready", total, total)
+            lower = functools.partial(self._lower_forward, shape, plan)
+            jobs.append((f"step of {shape.num_tokens} tokens{by_plan}", self._forwards, (shape, index), lower))
+        for key in samplers:
+            shape, mode, _ = key
+            lower = functools.partial(self._lower_sampler, *key)
+            jobs.append((f"{mode.value} sampling of {shape.num_rows} rows", self._samplers, key, lower))
+        report, total = progress or (lambda *_: None), len(jobs)
+        # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling: dict[Future, tuple[str, dict, Any]] = {}
+            for done, (name, executables, key, lower) in enumerate(jobs):
+                report(f"lowering: {name}", done, 2 * total)
+                compiling[pool.submit(lower().compile)] = (name, executables, key)
+            for done, finished in enumerate(as_completed(compiling), start=total):
+                name, executables, key = compiling[finished]
+                executables[key] = finished.result()
+                self.num_compilations += 1
+                report(f"compiled: {name}", done, 2 * total)
+        report("ready", 2 * total, 2 * total)
 
     def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.
@@ -250,32 +264,24 @@ class ModelRunner:
         vocab = self.config.vocab_size
         return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
 
-    def _compile(self, jitted: Any, *args: Any) -> Any:
-        self.num_compilations += 1
-        return jitted.lower(*args).compile()
-
-    def _forward_args(self, shape: BatchShape) -> tuple:
-        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
-        return self._weights, self._cache, self._last_tokens, packed
-
-    def _forward_jit(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
+    def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
         automatic = best_choice(self.mesh.devices.flat[0], budgeted=plan is not None)
         kernels = automatic if self._kernels == "auto" else self._kernels
-        return step_function(
+        step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
             num_sms=self._num_sms, on_gpu=self._on_gpu,
         )  # fmt: skip
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
+        return step.lower(self._weights, self._cache, self._last_tokens, packed)
 
-    def _sample_args(self, shape: BatchShape) -> tuple:
+    def _lower_sampler(self, shape: BatchShape, mode: SamplingMode, num_logprobs: int) -> Any:
         row_logits = jax.ShapeDtypeStruct(
             (shape.num_rows, self._layout.padded_vocab_size), jnp.float32, sharding=self._replicated
         )
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
-        return row_logits, self._last_tokens, packed
-
-    def _sample_jit(self, shape: BatchShape, mode: SamplingMode, num_logprobs: int) -> Any:
         step = functools.partial(_sample_step, shape=shape, mode=mode, num_logprobs=num_logprobs)
-        return jax.jit(step, donate_argnums=1, out_shardings=(self._replicated, self._replicated))
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=(self._replicated, self._replicated))
+        return jitted.lower(row_logits, self._last_tokens, packed)
 
 
 def step_function(
