@@ -9,10 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _fragments as fragments
+from pallas_kernels import _mosaic
 from pallas_kernels._decode_plan import QUERY_SLOTS, STOP, TILE, Plan, item_cost, tiles_of
 
 
 def feed_rings(
+    sm: Any,
     queries_gmem: Any,
     k_gmem: Any,
     v_gmem: Any,
@@ -31,9 +33,11 @@ def feed_rings(
     freed: Any,
     **_: Any,
 ) -> None:
-    """Divides the line of tiles; warp w then writes orders for worker w of this CTA and copies their tiles to its ring."""
+    """Divides the line of tiles; warp w then writes orders for worker w of this CTA and copies their tiles to its ring.
+
+    `sm` is the CTA's number among the `plan.num_sms` that share the line.
+    """
     c = plan.config
-    sm = lax.axis_index("sm")
     share, total, first_row, last_row, first_start = _find_place(sm, lens_gmem, scan_scratch, plan)
 
     def feed(w: Any) -> None:
@@ -168,21 +172,7 @@ def feed_rings(
             def _(s: int = s) -> None:
                 plgpu.barrier_wait(order_done.at[w * QUERY_SLOTS + s])
 
-    _for_each_warp(feed, c.workers, plan.interpreted)
-
-
-def _for_each_warp(f: Any, count: int, interpreted: bool) -> None:
-    """f(0) .. f(count - 1), each on its own warp of this warpgroup; one after the other in the interpreter."""
-    if interpreted:
-        for w in range(count):
-            f(w)
-        return
-
-    @plgpu.warp_map
-    def _(warp: Any) -> None:
-        @pl.when(warp < count)
-        def _() -> None:
-            f(warp)
+    _mosaic.for_each_warp(feed, c.workers, plan.interpreted)
 
 
 def _find_place(sm: Any, lens_gmem: Any, scan_scratch: Any, plan: Plan) -> tuple[Any, Any, Any, Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_LIMIT_BYTES = 232448
@@ -86,6 +87,20 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any, *, global_minor: int = 0) 
     A TMA copy cannot end inside a swizzled row, so the row must divide both.
     """
     return plgpu.SMEM(shape, dtype, transforms=swizzled_transforms(math.gcd(shape[-1], global_minor), dtype))
+
+
+def for_each_warp(f: Callable[[Any], None], count: int, interpreted: bool) -> None:
+    """f(0) .. f(count - 1), each on its own warp of this warpgroup; one after the other in the interpreter."""
+    if interpreted:
+        for w in range(count):
+            f(w)
+        return
+
+    @plgpu.warp_map
+    def _(warp: Any) -> None:
+        @pl.when(warp < count)
+        def _() -> None:
+            f(warp)
 
 
 def cdiv(a: int, b: int) -> int:
