@@ -62,6 +62,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "pairs": in_flight_together(lines),
         "pool_bytes": sum(2 * math.prod(pages.shape) // plan.tp * 2 for _ in range(NUM_LAYERS)),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
     }))  # fmt: skip
 
 
@@ -69,6 +70,23 @@ def thunks(dump: str) -> list[str]:
     paths = [path for path in glob.glob(f"{dump}/*thunk_sequence.txt") if "forward" in path]
     with open(max(paths, key=os.path.getsize)) as lines:
         return lines.read().splitlines()
+
+
+def kernel_slice_offsets(hlo: str) -> list[int]:
+    """Byte offsets of the slices that XLA hands to kernels as pointers into a larger array instead of copying them."""
+    offsets = []
+    for fused in re.findall(r"^%dynamic-slice-fusion[^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL):
+        shapes = {name: (dtype, _ints(shape)) for name, dtype, shape in re.findall(r"(%[\w.-]+) = (\w+)\[([\d,]*)\]", fused)}
+        for operand, ranges in re.findall(r" slice\((%[\w.-]+)\), slice=\{([^}]*)\}", fused):
+            dtype, shape = shapes[operand]
+            starts = [int(start) for start in re.findall(r"\[(\d+):", ranges)]
+            element = sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(starts))
+            offsets.append(element * {"s32": 4, "f32": 4, "bf16": 2}[dtype])
+    return offsets
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def in_flight_together(lines: list[str]) -> dict[str, int]:

@@ -42,3 +42,11 @@ def test_the_pool_is_not_copied(mode: str) -> None:
     """Temporaries grow with the batch; a second pool, or a layer's, would show beside them."""
     found = schedule(ONE_GPU, mode)
     assert found["temp_bytes"] < found["pool_bytes"] / 3
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nano"])
+def test_kernels_get_aligned_pointers(mode: str) -> None:
+    """Mosaic kernels refuse arguments that do not begin at a multiple of 256 bytes."""
+    offsets = schedule(ONE_GPU, mode)["kernel_slice_offsets"]
+    assert offsets, "XLA no longer fuses slices into kernels, so this test sees nothing"
+    assert all(offset % 256 == 0 for offset in offsets), offsets
