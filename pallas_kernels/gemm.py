@@ -1,11 +1,11 @@
 """C = A B on exactly `num_sms` SMs of a Hopper GPU, bf16 in and out, float32 accumulation, with the epilogues models need.
 
 Who does what is a table made on the host by `schedule`: it cuts the work into equal shares, wave boundary or not (stream-K),
-and says whose partial sums a CTA must add. Sums are added in a fixed order, so results repeat bit for bit. SwiGLU keeps two
-accumulators, one for the gate's columns and one for the same columns of up, so weights need no interleaving.
+and says whose partial sums a CTA must add. Where tiles are few, the CTAs of a cluster can share each along k instead. Sums are
+added in a fixed order, so results repeat bit for bit. SwiGLU keeps two accumulators, one for the gate's columns and one for the
+same columns of up, so weights need no interleaving.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,14 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _mosaic, _tuning
+from pallas_kernels._gemm_partials import partials_shape, write_in_cluster, write_or_share
 from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
-# Columns of a partial sum that lie together in memory: what a warp holds of them, 8 rows of 32 bytes, is then contiguous.
-_SLAB = 8
-# jax before 0.11 wants an index beside the reference, from then on it warns of one.
-_NO_INDEX: Any = () if jax.__version_info__ >= (0, 11) else ((),)
 # Fields of a segment in the schedule.
 _M, _N, _K_BEGIN, _K_STEPS, _SOURCES, _PARTIAL = range(6)
 
@@ -49,7 +46,8 @@ def gemm(
     Raises:
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
       ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples
-        of 64 are much faster: shorter swizzled rows take more TMA requests), or `num_sms` out of range.
+        of 64 are much faster: shorter swizzled rows take more TMA requests), `num_sms` out of range, or a `config` with larger
+        clusters than there are SMs or steps along K.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = _check(a, b, bias, residual, swiglu)
@@ -57,9 +55,9 @@ def gemm(
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
     if config is None:
-        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu)
-        if num_sms % config.cluster:
-            config = dataclasses.replace(config, cluster=1)
+        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms)
+    if config.cluster > min(num_sms, _mosaic.cdiv(k, config.tile_k)):
+        raise ValueError(f"gemm: {config} has clusters larger than {num_sms=} or than the steps that K={k} has")
     out = _gemm(
         a,
         b,
@@ -95,7 +93,7 @@ def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swigl
 def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
     """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
 
-    Where CTAs form clusters, each cluster is one CTA here and its tiles are one tile.
+    Where CTAs form clusters, each cluster is one CTA here, and its tiles (along m) or shares of a tile (along k) are one tile.
 
     A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile and come first: all CTAs
     then walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave
@@ -136,7 +134,7 @@ def _tile_order(m_tiles: int, n_tiles: int, group_m: int) -> list[tuple[int, int
 def _shared_tiles(tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> int:
     """Tiles to cut along k: none if whole waves are as fast, counted in k steps of the slowest CTA."""
     waves, rest = divmod(tiles, num_sms)
-    if not rest or not config.stream_k:
+    if not rest or not config.stream_k or config.cluster_along == "k":
         return 0
     shared = rest + num_sms * min(waves, config.shared_waves)
     whole_cost = (waves + 1) * k_steps
@@ -165,11 +163,14 @@ def _gemm(
 ) -> Array:
     m, k = a.shape
     halves, n = b.ndim - 1, b.shape[-1]
-    m_tiles, n_tiles = _mosaic.cdiv(m, config.tile_m * config.cluster), _mosaic.cdiv(n, config.tile_n)
-    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms // config.cluster, config)
+    in_cluster = config.cluster_along == "k"
+    m_tiles, n_tiles = _mosaic.cdiv(m, config.segment_m), _mosaic.cdiv(n, config.tile_n)
+    # A cluster is whole or not there at all, and so are the last of `num_sms` SMs.
+    clusters = num_sms // config.cluster
+    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), clusters, config)
     cut = bool(table[..., _PARTIAL].any())
     # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
-    stored = (m_tiles * config.tile_m * config.cluster, n_tiles * config.tile_n) if interpreted else (m, n)
+    stored = (m_tiles * config.segment_m, n_tiles * config.tile_n) if interpreted else (m, n)
     inputs = [jnp.asarray(table), a, b, *(x for x in (bias, residual) if x is not None)]
 
     def body(table_ref: Any, a_ref: Any, b_ref: Any, *refs: Any) -> None:
@@ -177,23 +178,23 @@ def _gemm(
         bias_ref = None if bias is None else extra.pop(0)
         residual_ref = None if residual is None else extra.pop(0)
         write = functools.partial(_write_blocks, bias_ref, residual_ref, out_ref, config)
-        if cut:
-            write = functools.partial(_write_or_share, write, partials_ref, config, interpreted)
+        if cut or in_cluster:
+            share = write_in_cluster if in_cluster else write_or_share
+            write = functools.partial(share, write, partials_ref, config, interpreted)
         walk = functools.partial(_walk, table_ref, config)
         staging = _staging(config, a.dtype, halves, n, bias is not None, residual is not None)
         # The interpreter has no multicast: there each CTA loads all of its tile.
-        multicast = config.cluster > 1 and not interpreted
+        multicast = config.cluster > 1 and not in_cluster and not interpreted
         multiply(walk, a_ref, b_ref, halves, write, config, multicast=multicast, staging=staging)
 
     out, _ = _mosaic.launch(
         body,
         (
             jax.ShapeDtypeStruct(stored, a.dtype),
-            # CTA i leaves its partial sums in i.
-            jax.ShapeDtypeStruct((num_sms if cut else 1, halves, config.tile_n // _SLAB, config.tile_m, _SLAB), jnp.float32),
+            partials_shape(clusters * config.cluster if cut or in_cluster else 1, halves, config),
         ),
         name="gemm",
-        num_sms=num_sms,
+        num_sms=clusters * config.cluster,
         warpgroups=config.consumers + 1,
         cluster=config.cluster,
         approx_math=True,
@@ -206,6 +207,9 @@ def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, re
         "blocks": _mosaic.swizzled_smem((config.consumers, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
         "bias": plgpu.SMEM((config.consumers, halves, config.wg_n), dtype) if bias else None,
         "landed": plgpu.Barrier(num_barriers=config.consumers) if bias or residual else None,
+        "exchanged": None
+        if config.cluster_along == "m"
+        else plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=config.consumers),
     }
 
 
@@ -219,58 +223,16 @@ def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array
     def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
         index, step, (m, n, k_begin, k_steps, *extra) = carry
         upcoming = read(index + 1)  # issued a segment ahead, to hide the latency of global memory
-        segment = Segment((m * config.cluster + cta) * config.tile_m, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
+        if config.cluster_along == "k":
+            begin, end = (lax.div(k_steps * r, config.cluster) for r in (cta, cta + 1))
+            segment = Segment(m * config.tile_m, n * config.tile_n, begin, end - begin, extra=(index,))
+        else:
+            row = (m * config.cluster + cta) * config.tile_m
+            segment = Segment(row, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
         return index + 1, body(segment, step), upcoming
 
     start = (jnp.int32(0), jnp.int32(0), read(jnp.int32(0)))
     return lax.while_loop(lambda carry: carry[2][_K_STEPS] > 0, one, start)[1]
-
-
-def _write_or_share(
-    write: Callable[..., None],
-    partials: Any,  # float32 [num_sms, halves, tile_n / 8, tile_m, 8]
-    config: GemmConfig,
-    interpreted: bool,
-    segment: Segment,
-    totals: list[Array],
-    staging: dict[str, Any],
-) -> None:
-    """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
-    wg = lax.axis_index("wg")
-    cta = lax.axis_index("sm") * config.cluster + (lax.axis_index("cta") if config.cluster > 1 else 0)
-    down, _ = consumer_offset(config)
-    first = wg * (config.wg_n // _SLAB) if config.split == "n" else 0
-    sources, partial = segment.extra
-    # The interpreter runs CTAs in order of their index and has no semaphores.
-    done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], config.consumers)))
-
-    def slabs(owner: Array, half: int) -> list[Any]:
-        return [partials.at[owner, half, first + j, pl.ds(down, config.wg_m)] for j in range(config.wg_n // _SLAB)]
-
-    @pl.when(partial == 1)
-    def _() -> None:
-        for half, total in enumerate(totals):
-            for j, slab in enumerate(slabs(cta, half)):
-                slab[...] = total[:, j * _SLAB : (j + 1) * _SLAB]
-        if done is not None:
-            plgpu.semaphore_signal(done.at[cta, wg], memory_scope="gpu")
-
-    @pl.when(partial == 0)
-    def _() -> None:
-        def add(half: int, i: Array, total: Array) -> Array:
-            source = cta - (sources - i) * config.cluster
-            if done is not None:
-                plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
-            return total + lax.concatenate([_load_global(slab, interpreted) for slab in slabs(source, half)], 1)
-
-        # One half after the other: the registers do not hold both halves and what is loaded for both.
-        summed = [lax.fori_loop(0, sources, functools.partial(add, half), total) for half, total in enumerate(totals)]
-        write(segment, summed, staging=staging)
-
-
-def _load_global(ref: Any, interpreted: bool) -> Array:
-    """Global memory to registers, where two neighbours of a row are all that a thread reads at once."""
-    return ref[...] if interpreted else plgpu.load(ref, *_NO_INDEX, optimized=False)
 
 
 def _write_blocks(
@@ -281,26 +243,32 @@ def _write_blocks(
     segment: Segment,
     totals: list[Array],
     staging: dict[str, Any],
+    collect: Callable[[int, int, int], list[Array]] | None = None,
 ) -> None:
-    """Bias, SwiGLU and residual on this consumer's sums, then out, block by block."""
+    """Bias, SwiGLU and residual on this consumer's sums, then out, block by block.
+
+    With `collect` block number b is one that CTA b % cluster of a cluster writes, with the sums that this function finds.
+    """
     wg = lax.axis_index("wg")
     down, right = consumer_offset(config)
     top, left = segment.row + down, segment.column + right
     blocks_smem, bias_smem = staging["blocks"].at[wg], staging["bias"]
     landed: Any = None if staging["landed"] is None else staging["landed"].at[wg]
+    writers = 1 if collect is None else config.cluster
     if bias is not None:
         columns = pl.ds(left, config.wg_n)
         for half in range(len(totals)):
             source = bias.at[columns] if len(totals) == 1 else bias.at[half, columns]
             plgpu.copy_gmem_to_smem(source, bias_smem.at[wg, half], landed)
             plgpu.barrier_wait(landed)
-    for index, (i, j) in enumerate(np.ndindex(config.wg_m // BLOCK, config.wg_n // BLOCK)):
-        blocks = block(totals, i, j)
+
+    def write(index: int, i: int, j: int) -> None:
+        blocks = block(totals, i, j) if collect is None else collect(index, i, j)
         if bias is not None:
             blocks = [b + _bias_rows(bias_smem, wg, half, j) for half, b in enumerate(blocks)]
         value = activate(blocks)
         m, n = pl.ds(top + i * BLOCK, BLOCK), pl.ds(left + j * BLOCK, BLOCK)
-        smem = blocks_smem.at[index % _SLOTS]
+        smem = blocks_smem.at[index // writers % _SLOTS]
         plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
         if residual is not None:
             plgpu.copy_gmem_to_smem(residual.at[m, n], smem, landed)
@@ -309,6 +277,12 @@ def _write_blocks(
         smem[...] = value.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, out.at[m, n])
+
+    for index, (i, j) in enumerate(np.ndindex(config.wg_m // BLOCK, config.wg_n // BLOCK)):
+        if writers == 1:
+            write(index, i, j)
+        else:
+            pl.when(lax.axis_index("cta") == index % writers)(functools.partial(write, index, i, j))
 
 
 def _bias_rows(bias_smem: Any, wg: Array, half: int, j: int) -> Array:

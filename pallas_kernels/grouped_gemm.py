@@ -60,7 +60,8 @@ def grouped_gemm(
         raise ValueError(f"grouped_gemm: K={k} and N={n} must be multiples of 16")
     w = w if swiglu else w.reshape(*w.shape[:2], n)
     if config is None:
-        config = _tuning.grouped_gemm_config(device.kind, x.shape[0], n, k, experts=w.shape[0], swiglu=swiglu)
+        experts = w.shape[0]
+        config = _tuning.grouped_gemm_config(device.kind, x.shape[0], n, k, experts=experts, swiglu=swiglu, num_sms=num_sms)
     if config.cluster != 1:
         raise ValueError(f"grouped_gemm: {config} has a cluster, which is for gemm")
     out = _grouped_gemm(x, w, group_sizes, config=config, num_sms=num_sms, interpreted=device.interpreted)

@@ -1,5 +1,6 @@
 """gemm interpreted on the CPU, compiled for an H200 without one, and run on a GPU."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -93,6 +94,26 @@ def test_interpreted_clusters():
     _assert_matches_reference(out, operands, kwargs)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax's interpreter knows no clusters before 0.11")
+@pytest.mark.parametrize(
+    ("shape", "extra", "num_sms", "config"),
+    [
+        # Two tiles in turn: both places for partial sums are in use. Steps do not divide evenly.
+        pytest.param(
+            (128, 192, 128), {"residual": True}, 2, GemmConfig(tile_m=64, tile_n=128, consumers=1, cluster=2), id="two"
+        ),
+        # Four blocks over three CTAs; the fourth SM has no cluster; a row tile is half empty.
+        pytest.param((32, 256, 256), {"bias": True}, 4, GemmConfig(tile_m=64, tile_n=256, consumers=1, cluster=3), id="three"),
+        pytest.param((64, 128, 128), {"swiglu": True}, 2, GemmConfig(tile_m=64, tile_n=128, split="n", cluster=2), id="swiglu"),
+    ],
+)
+def test_interpreted_clusters_along_k(shape, extra, num_sms, config):
+    config = dataclasses.replace(config, cluster_along="k")
+    operands, kwargs = _operands(*shape, **extra)
+    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    _assert_matches_reference(out, operands, kwargs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_sms", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
@@ -132,6 +153,8 @@ def test_refuses_by_name():
             gemm(a, b[:, :8], num_sms=1)
         with pytest.raises(ValueError, match="residual"):
             gemm(a, b, residual=a[:48], num_sms=1)
+        with pytest.raises(ValueError, match="clusters larger than"):
+            gemm(a, b, num_sms=4, config=dataclasses.replace(_64X64, cluster=2, cluster_along="k"))
 
 
 def test_tuned_entries_fit_and_the_nearest_is_taken():
@@ -142,12 +165,29 @@ def test_tuned_entries_fit_and_the_nearest_is_taken():
             assert GemmConfig(**entry["config"]).stages(entry["swiglu"]) >= 2
     entries = [e for e in table["gemm"] if (e["n"], e["k"], e["swiglu"]) == (6144, 4096, False)]
     by_m = {e["m"]: GemmConfig(**e["config"]) for e in entries}
-    lookup = functools.partial(_tuning.gemm_config, n=6144, k=4096, swiglu=False)
+    lookup = functools.partial(_tuning.gemm_config, n=6144, k=4096, swiglu=False, num_sms=132)
     assert lookup("NVIDIA H200", 2048) == by_m[2048]
     assert lookup("NVIDIA H200", 1088) == by_m[2048], "the next larger M"
     assert lookup("NVIDIA H200", 1 << 20) == by_m[max(by_m)]
     assert lookup("NVIDIA H100", 2048) == _tuning.default_config(2048, swiglu=False)
-    assert _tuning.gemm_config("NVIDIA H200", 128, 48, 48, swiglu=True) == _tuning.default_config(128, swiglu=True)
+    unknown = _tuning.gemm_config("NVIDIA H200", 128, 48, 48, swiglu=True, num_sms=132)
+    assert unknown == _tuning.default_config(128, swiglu=True)
+
+
+def test_clusters_are_for_the_number_of_sms_they_were_tuned_for(monkeypatch):
+    def entry(m, num_sms, config):
+        return {"m": m, "n": 64, "k": 64, "swiglu": False, "num_sms": num_sms, "config": dataclasses.asdict(config)}
+
+    cluster = dataclasses.replace(_128X128, cluster=2, cluster_along="k")
+    entries = [entry(512, 132, cluster), entry(512, 100, _64X128), entry(1024, 132, _64X64)]
+    monkeypatch.setattr(_tuning, "load", lambda kind: {"gemm": entries})
+
+    def lookup(m, num_sms):
+        return _tuning.gemm_config("any", m, 64, 64, swiglu=False, num_sms=num_sms)
+
+    assert lookup(512, 132) == cluster
+    assert lookup(512, 124) == lookup(512, 84) == _64X128
+    assert lookup(1024, 84) == _64X64
 
 
 def aot_cases() -> dict[str, Any]:
@@ -183,6 +223,12 @@ def aot_cases() -> dict[str, Any]:
         "rows of 3696": case(1024, 8192, 3696, swiglu=True),
         "4096 rows": case(4096, 8192, 2560),
         "cluster": case(2048, 4096, 6144, config=GemmConfig(tile_m=128, tile_n=256, cluster=2)),
+        "cluster along k": case(
+            512, 8192, 2560, bias=True, config=GemmConfig(tile_m=128, tile_n=256, cluster=3, cluster_along="k")
+        ),
+        "cluster along k, swiglu": case(
+            256, 8192, 3584, swiglu=True, config=GemmConfig(tile_m=128, tile_n=128, cluster=2, cluster_along="k")
+        ),
         "cluster, swiglu": case(2048, 4096, 14336, swiglu=True, config=GemmConfig(tile_m=128, tile_n=128, cluster=2)),
     }
 
