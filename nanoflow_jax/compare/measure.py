@@ -1,0 +1,220 @@
+"""Builds one model, compiles every mode at two depths side by side, and measures them one after another.
+
+The shallow model is the first layers of the deep one: weights and pool exist once.
+"""
+
+import concurrent.futures
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nanoflow_jax.batch import pack, packed_size
+from nanoflow_jax.checkpoints.random_weights import random_parameters
+from nanoflow_jax.compare.power import PowerMeter
+from nanoflow_jax.compare.steady import Workload, steady_batch
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor.runner import ExecutionMode, step_function
+from nanoflow_jax.kernels import KernelChoice, best_choice
+from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache
+from nanoflow_jax.models.decoder import abstract_decoder, build_decoder
+from nanoflow_jax.parallel import make_mesh, parallel_layout
+from nanoflow_jax.plan import PipelinePlan
+
+# Steps of a burst: enough to hide the launch of the first, few enough to end before the clock falls.
+_BURST_STEPS, _BURSTS = 5, 5
+TRACED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A row of the table: a mode and the kernels that it runs with."""
+
+    mode: ExecutionMode
+    kernels: KernelChoice
+
+    @property
+    def label(self) -> str:
+        return f"{self.mode} ({self.kernels})"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.mode}-{self.kernels}"
+
+
+def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str]) -> list[Variant]:
+    """The rows of `modes`: on GPUs what needs no SM budgets is shown with either GEMM."""
+    if not on_gpu:
+        return [Variant(mode, kernels) for mode in get_args(ExecutionMode) if mode in modes]
+    either: tuple[KernelChoice, ...] = ("cublas", "mosaic")
+    return [
+        Variant(mode, choice)
+        for mode in get_args(ExecutionMode)
+        if mode in modes
+        for choice in (either if mode in ("sequential", "xla") else ("mosaic",))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all modes share."""
+
+    config: ModelConfig
+    plan: PipelinePlan
+    workload: Workload
+    depths: tuple[int, int]
+    page_size: int
+    dtype: jnp.dtype
+
+    def at(self, num_layers: int) -> ModelConfig:
+        return dataclasses.replace(self.config, num_layers=num_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per step at one depth, and mean watts of each GPU during the sustained run."""
+
+    burst_s: float
+    sustained_s: float
+    watts: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One mode at one depth, ready to run."""
+
+    run: Any
+    seconds: float
+
+
+class Bench:
+    """The model, the pool and the batch on the mesh."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        plan = setup.plan
+        self.mesh = make_mesh(plan.tp)
+        self.devices = list(self.mesh.devices.flat)
+        self.on_gpu = self.devices[0].platform == "gpu"
+        config = setup.at(max(setup.depths))
+        self.layout = dataclasses.replace(parallel_layout(config, plan.tp), gathered_o_proj=plan.partition == "all_gather")
+        self.batch, self._num_pages = steady_batch(config, setup.workload, plan.b_dense, setup.page_size)
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def default_kernels(self) -> KernelChoice:
+        return best_choice(self.devices[0])
+
+    def lower(self, variant: Variant, num_layers: int) -> Any:
+        """The step of one mode at one depth, traced but not compiled; needs no weights."""
+        plan, config, shape = self.setup.plan, self.setup.at(num_layers), self.batch.shape
+        graph, weights = nnx.split(abstract_decoder(config, self.layout, self.mesh, self.setup.dtype))
+        step = step_function(
+            config, self.layout, self.mesh, graph, shape, plan=None if variant.mode == "sequential" else plan,
+            mode=variant.mode, kernels=variant.kernels, num_sms=plan.num_sms, on_gpu=self.on_gpu,
+        )  # fmt: skip
+        pages: Any = jax.ShapeDtypeStruct(
+            (self._num_pages, self.layout.num_kv_heads, self.setup.page_size, config.head_dim),
+            self.setup.dtype,
+            sharding=NamedSharding(self.mesh, KV_PARTITION),
+        )
+        cache = KVCache([pages] * num_layers, [pages] * num_layers)
+        return step.lower(weights, cache, self._integers(shape.num_tokens), self._integers(packed_size(shape)))
+
+    def fill(self) -> None:
+        """Puts weights, pool and batch on the devices."""
+        setup, depth = self.setup, max(self.setup.depths)
+        self._parameters = random_parameters(setup.at(depth), self.layout, self.mesh, setup.dtype, seed=0)
+        self.refill_pool()
+        self._last_tokens = jax.device_put(np.zeros(self.batch.shape.num_tokens, np.int32), self._replicated)
+        self._packed = jax.device_put(pack(self.batch), self._replicated)
+
+    def refill_pool(self) -> None:
+        """A pool of zeros in the place of what there was: a step that failed has taken it along."""
+        setup = self.setup
+        self._cache = create_kv_cache(
+            setup.at(max(setup.depths)), self.layout, self.mesh, num_pages=self._num_pages, page_size=setup.page_size,
+            dtype=setup.dtype,
+        )  # fmt: skip
+
+    def steps(self, run: Any, num_layers: int, count: int) -> float:
+        """Seconds per step over `count` of them, one behind the other as in the engine."""
+        weights = self._weights(num_layers)
+        cache = KVCache(self._cache.k_pages[:num_layers], self._cache.v_pages[:num_layers])
+        begun = time.perf_counter()
+        row_logits = None
+        for _ in range(count):
+            row_logits, cache = run(weights, cache, self._last_tokens, self._packed)
+        jax.block_until_ready(row_logits)
+        seconds = (time.perf_counter() - begun) / count
+        self._cache.k_pages[:num_layers], self._cache.v_pages[:num_layers] = cache.k_pages, cache.v_pages
+        return seconds
+
+    def time(self, run: Any, num_layers: int, seconds: float) -> Timing:
+        """Median of short runs, then the mean over about `seconds`, in which a power limit sets the clock."""
+        self.steps(run, num_layers, 2)
+        burst_s = statistics.median(self.steps(run, num_layers, _BURST_STEPS) for _ in range(_BURSTS))
+        with PowerMeter(self.devices) as power:
+            sustained_s = self.steps(run, num_layers, max(1, round(seconds / burst_s)))
+        return Timing(burst_s, sustained_s, power.watts)
+
+    def trace(self, run: Any, num_layers: int, folder: Path) -> None:
+        """Leaves the profile of TRACED_STEPS steps under `folder`."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = 1
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            self.steps(run, num_layers, TRACED_STEPS)
+        finally:
+            jax.profiler.stop_trace()
+
+    def _weights(self, num_layers: int) -> Any:
+        beyond = tuple(f"layers.{i}." for i in range(num_layers, max(self.setup.depths)))
+        arrays = {path: array for path, array in self._parameters.items() if not (beyond and path.startswith(beyond))}
+        return nnx.split(build_decoder(self.setup.at(num_layers), self.layout, arrays))[1]
+
+    def _integers(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._replicated)
+
+
+Key = tuple[Variant, int]
+
+
+def compile_all(
+    bench: Bench, rows: Sequence[Variant], threads: int
+) -> tuple[dict[Key, concurrent.futures.Future[Compiled]], concurrent.futures.Executor]:
+    """Every (mode, depth) compiling in a pool while this thread traces the next: XLA compiles outside Python's lock."""
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    futures: dict[Key, concurrent.futures.Future[Compiled]] = {}
+    for variant in rows:
+        for depth in bench.setup.depths:
+            try:
+                lowered = bench.lower(variant, depth)
+            except Exception as error:  # belongs to this row; the others still run
+                futures[variant, depth] = concurrent.futures.Future()
+                futures[variant, depth].set_exception(error)
+            else:
+                futures[variant, depth] = pool.submit(_compile, lowered, f"{variant.label}, {depth} layers")
+    return futures, pool
+
+
+def _compile(lowered: Any, label: str) -> Compiled:
+    begun = time.perf_counter()
+    run = lowered.compile()
+    seconds = time.perf_counter() - begun
+    progress(f"compiled {label} in {seconds:.1f} s")
+    return Compiled(run, seconds)
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

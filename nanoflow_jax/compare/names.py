@@ -1,0 +1,73 @@
+"""Which nano-operation each kernel of a trace is: kernels of one kind run in the order in which the mode issues them."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from nanoflow_jax.compare.trace import Event, kind
+from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor.phases import in_order
+from nanoflow_jax.operations import layer_operations
+from nanoflow_jax.parallel import ParallelLayout
+from nanoflow_jax.plan import PipelinePlan
+
+# Kinds of kernels that each operation launches, in order. Anything that an operation launches besides is of kind "other".
+_KINDS: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("gemm",),
+    "decode_attention": ("decode_attention", "decode_attention_combine"),
+    "prefill_attention": ("prefill_attention",),
+    "o_proj": ("gemm",),
+    "gate_up_proj": ("gemm",),
+    "down_proj": ("gemm",),
+    "experts": ("grouped_gemm", "grouped_gemm"),
+    "attention_all_gather": ("collective",),
+    "o_all_gather": ("collective",),
+    "o_all_reduce": ("collective",),
+    "ffn_all_reduce": ("collective",),
+    "logits": ("gemm",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """An operation of a layer and its nano-batch; the layer is None where only the kind of kernel is known."""
+
+    operation: str
+    layer: int | None = None
+    nano_batch: int | None = None
+
+    def __str__(self) -> str:
+        return self.operation if self.nano_batch is None else f"{self.operation} {self.nano_batch + 1}"
+
+
+def sequential_order(config: ModelConfig, layout: ParallelLayout) -> list[Label]:
+    """What a sequential step issues."""
+    names = layer_operations(config, layout)
+    return [Label(name, layer) for layer in range(config.num_layers) for name in names] + [Label("logits")]
+
+
+def planned_order(plan: PipelinePlan, num_layers: int) -> list[Label]:
+    """What a step by the plan issues."""
+    nano = [Label(placed.nano.operation, placed.layer, placed.nano.nano_batch) for placed in in_order(plan, num_layers)]
+    return [*nano, Label("logits")]
+
+
+def label_events(events: Sequence[Event], order: Sequence[Label], steps: int) -> dict[Event, Label]:
+    """A label for every event of one device.
+
+    Kinds whose kernels are as many as `order` tells for `steps` steps are matched in order of start; of the others, and where
+    `order` is empty because the mode has none, only the kind is told.
+    """
+    expected: dict[str, list[Label]] = defaultdict(list)
+    for label in order:
+        for each in _KINDS.get(label.operation, ()):
+            expected[each].append(label)
+    found: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start_ns):
+        found[kind(event.name)].append(event)
+    labels = {}
+    for each, of_kind in found.items():
+        told = expected[each] * steps
+        matched = told if len(told) == len(of_kind) else [Label(each)] * len(of_kind)
+        labels.update(zip(of_kind, matched, strict=True))
+    return labels

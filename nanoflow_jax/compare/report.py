@@ -1,0 +1,85 @@
+"""From seconds at two depths to the figures of the table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoflow_jax.compare.measure import Setup, Timing
+
+Row = dict[str, Any]
+
+
+def figures(setup: Setup, timings: Mapping[int, Timing], optimal: float | None) -> Row:
+    """Period, step, throughput of the whole model, percent of optimal and power of one mode.
+
+    The period is what a layer adds between the depths; a step of the whole model is its layers' periods and the rest that both
+    depths share (embedding, logits, the pipeline's filling and draining). Throughput counts all tokens of the batch.
+    """
+    shallow, deep = sorted(timings)
+    row: Row = {}
+    for kind in ("burst", "sustained"):
+        step_s = {depth: getattr(timing, f"{kind}_s") for depth, timing in timings.items()}
+        period_s = (step_s[deep] - step_s[shallow]) / (deep - shallow)
+        whole_s = step_s[deep] + period_s * (setup.config.num_layers - deep)
+        throughput = setup.plan.b_dense / whole_s / setup.plan.tp
+        row[kind] = {
+            "period_us": 1e6 * period_s,
+            "step_ms": 1e3 * whole_s,
+            "rest_ms": 1e3 * (step_s[deep] - deep * period_s),
+            "tokens_per_s_per_gpu": throughput,
+            "percent_of_optimal": 100 * throughput / optimal if optimal else None,
+        }
+    watts = timings[deep].watts
+    row["watts"] = sum(watts) / len(watts) if watts else None
+    row["watts_per_gpu"] = watts
+    return row
+
+
+HEADER = (
+    f"{'mode':22}{'us/layer':>10}{'speed-up':>9}{'sustained':>11}{'speed-up':>9}"
+    f"{'step ms':>9}{'tok/s/GPU':>11}{'optimal':>9}{'W':>6}"
+)
+
+
+def title(report: Row) -> str:
+    """What was compared, in a line."""
+    return (
+        f"{report['model']} on {report['tp']} x {report['device']}: {report['b_dense']} tokens, {report['decode_tokens']} "
+        f"decoding at {report['context']} tokens; predicted {report['predicted_sequential_us']:.0f} us per layer sequential, "
+        f"{report['predicted_period_us']:.0f} us by the plan; step, throughput and power are sustained"
+    )
+
+
+def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
+    """A mode's line of the table and, below it, its overlap. Speed-ups are over the best sequential mode in `rows`."""
+    if "error" in row:
+        return [f"{label:22}  {row['error']}"]
+
+    def speedup(kind: str) -> float:
+        sequential = [r[kind]["period_us"] for name, r in rows.items() if name.startswith("sequential") and kind in r]
+        return min(sequential, default=float("nan")) / row[kind]["period_us"]
+
+    burst, sustained = row["burst"], row["sustained"]
+    percent = sustained["percent_of_optimal"]
+    text = (
+        f"{label:22}{burst['period_us']:10.1f}{speedup('burst'):9.3f}{sustained['period_us']:11.1f}{speedup('sustained'):9.3f}"
+        f"{sustained['step_ms']:9.2f}{sustained['tokens_per_s_per_gpu']:11.0f}{_or_dash(percent, '.1f', ' %'):>9}"
+        f"{_or_dash(row['watts'], '.0f'):>6}"
+    )
+    return [text, *_overlap_lines(row["overlap"])]
+
+
+def _overlap_lines(overlap: Row) -> list[str]:
+    if "unavailable" in overlap:
+        return [f"    overlap not available: {overlap['unavailable']}"]
+    found = []
+    for pair, entry in overlap["pairs"].items():
+        why = f"; none because {entry['why_none']}" if "why_none" in entry else ""
+        percent = "" if entry["percent"] is None else f", {entry['percent']:.1f} % of the shorter"
+        found.append(f"    {pair}: {entry['us']:.1f} us per layer together{percent}{why}")
+    if overlap["network_hidden_percent"] is not None:
+        found.append(f"    {overlap['network_hidden_percent']:.1f} % of the network's time is hidden under compute or memory")
+    return found
+
+
+def _or_dash(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

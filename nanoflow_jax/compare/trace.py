@@ -1,0 +1,152 @@
+"""Kernels of a profiler trace: read from an xplane file, classified by resource, and intersected in time."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanoflow_jax.plan import Resource
+
+Intervals = list[tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One kernel or copy on a device's stream; times in ns on the device's clock.
+
+    Attributes:
+      op: the HLO instruction that launched it; empty if unknown.
+      ctas: CTAs of its grid; None for copies and where the profiler does not say.
+    """
+
+    device: int
+    stream: str
+    name: str
+    start_ns: float
+    duration_ns: float
+    op: str = ""
+    ctas: int | None = None
+
+    @property
+    def end_ns(self) -> float:
+        return self.start_ns + self.duration_ns
+
+
+class NoDeviceTraceError(RuntimeError):
+    """The profile holds no GPU streams; the message says what it does hold."""
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Everything that ran on GPU streams in the xplane file under `folder`, by device and start.
+
+    Raises:
+      NoDeviceTraceError: there is no such file, or it holds host events only.
+    """
+    import jax.profiler
+
+    paths = sorted(folder.rglob("*.xplane.pb"))
+    if len(paths) != 1:
+        raise NoDeviceTraceError(f"the profiler left {len(paths)} xplane files")
+    planes = list(jax.profiler.ProfileData.from_file(str(paths[0])).planes)
+    return device_events(planes)
+
+
+def device_events(planes: Iterable[Any]) -> list[Event]:
+    """As `read_events`, from planes with lines with events, as `jax.profiler.ProfileData` has them."""
+    planes = list(planes)
+    events = []
+    for plane in planes:
+        device = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
+        if device is None:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            stream = line.name.partition("(")[0].strip()
+            events += [_event(int(device[1]), stream, event) for event in line.events]
+    if not events:
+        raise NoDeviceTraceError(
+            f"the profile holds no GPU streams, only {', '.join(sorted(p.name for p in planes)) or 'nothing'}"
+        )
+    return sorted(events, key=lambda event: (event.device, event.start_ns))
+
+
+def _event(device: int, stream: str, event: Any) -> Event:
+    stats = {str(name): value for name, value in event.stats}
+    grid = re.search(r"grid:\s*(\d+),(\d+),(\d+)", str(stats.get("kernel_details", "")))
+    ctas = int(grid[1]) * int(grid[2]) * int(grid[3]) if grid else None
+    return Event(device, stream, event.name, event.start_ns, event.duration_ns, str(stats.get("hlo_op", "")), ctas)
+
+
+# In this order: the first pattern that a kernel's name contains decides. cuBLAS's kernels are called nvjet, cutlass or after
+# their instruction; a kernel of both a GEMM and attention keeps both resources busy.
+_KINDS: tuple[tuple[str, str, tuple[Resource, ...]], ...] = (
+    (r"splitk_?reduce|broadcast|_combine_zero", "other", ()),
+    (r"nccl|all_?reduce|all_?gather|reduce_?scatter", "collective", (Resource.NETWORK,)),
+    (r"(gemm.*attention|attention.*gemm|fused_(phase|pair|layer))", "fused", (Resource.COMPUTE, Resource.MEMORY)),
+    (r"decode_attention_combine", "decode_attention_combine", (Resource.MEMORY,)),
+    (r"decode_attention", "decode_attention", (Resource.MEMORY,)),
+    (r"prefill_attention", "prefill_attention", (Resource.COMPUTE,)),
+    (r"grouped_gemm", "grouped_gemm", (Resource.COMPUTE,)),
+    (r"gemm|nvjet|cutlass|cublas|xmma|_dot", "gemm", (Resource.COMPUTE,)),
+)
+
+
+def kind(name: str) -> str:
+    """What a kernel does, by its name: an operation or "gemm", "collective", "fused", "other"."""
+    return _classified(name)[0]
+
+
+def resources(name: str) -> tuple[Resource, ...]:
+    """The resources that a kernel keeps busy, by its name; none for "other"."""
+    return _classified(name)[1]
+
+
+def _classified(name: str) -> tuple[str, tuple[Resource, ...]]:
+    lowered = name.lower()
+    return next(((label, held) for pattern, label, held in _KINDS if re.search(pattern, lowered)), ("other", ()))
+
+
+def merged(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The union as disjoint intervals in order; those that touch become one, empty ones vanish."""
+    union: Intervals = []
+    for start, stop in sorted(intervals):
+        if stop <= start:
+            continue
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], stop))
+        else:
+            union.append((start, stop))
+    return union
+
+
+def intersection(a: Intervals, b: Intervals) -> Intervals:
+    """Where both are; either must be as `merged` returns it, and the result is."""
+    found: Intervals = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Intervals) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def busy(events: Sequence[Event], resource: Resource) -> Intervals:
+    """When any kernel of a resource ran. `events` are of one device."""
+    return merged((event.start_ns, event.end_ns) for event in events if resource in resources(event.name))
+
+
+def by_device(events: Iterable[Event]) -> dict[int, list[Event]]:
+    devices: dict[int, list[Event]] = {}
+    for event in events:
+        devices.setdefault(event.device, []).append(event)
+    return devices
