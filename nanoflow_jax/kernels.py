@@ -25,7 +25,7 @@ class Kernels:
 
     gemm: Callable[..., Array]
     grouped_gemm: Callable[..., Array]
-    append_kv: Callable[..., tuple[Array, Array, Array]]
+    append_kv: Callable[..., tuple[Array, Array, Array, Array]]
     decode_attention: Callable[..., Array]
     prefill_attention: Callable[..., Array]
 

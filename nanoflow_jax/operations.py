@@ -182,7 +182,7 @@ OPERATIONS: dict[str, Operation] = {
     "qkv_proj": Operation(("h",), ("qkv",), lambda c, s, l, h: (qkv_proj(s, l, h),)),
     "append_kv": Operation(
         ("qkv", "k_pages", "v_pages"),
-        ("q", "k_pages", "v_pages"),
+        ("q", "kv", "k_pages", "v_pages"),
         lambda c, s, l, qkv, k, v: s.kernels.append_kv(qkv, s.cos, s.sin, s.slots, k, v),
     ),
     "decode_attention": Operation(

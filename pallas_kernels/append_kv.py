@@ -18,8 +18,13 @@ def append_kv(
     v_pages: Float[Array, "P K page_size H"],
     *,
     num_sms: int,
-) -> tuple[Float[Array, "T K G H"], Float[Array, "P K page_size H"], Float[Array, "P K page_size H"]]:
-    """Rotated queries, and the pages with rotated keys and with values in the tokens' slots.
+) -> tuple[
+    Float[Array, "T K G H"],
+    Float[Array, "T K 2 H"],
+    Float[Array, "P K page_size H"],
+    Float[Array, "P K page_size H"],
+]:
+    """Rotated queries, each token's rotated key and value, and the pages with these in the tokens' slots.
 
     Slots are distinct; a token with slot -1 writes nothing. Pages are updated in place where they are donated or are
     temporaries of the surrounding computation.
@@ -37,7 +42,9 @@ def append_kv(
     if num_sms < 1:
         raise ValueError(f"{num_sms=} is not positive")
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    return rotate(q, cos, sin), _write(k_pages, rotate(k, cos, sin), slots), _write(v_pages, v, slots)
+    k, v = rotate(k, cos, sin).astype(k_pages.dtype), v.astype(v_pages.dtype)
+    # What nobody reads of these four costs nothing: XLA leaves it out.
+    return rotate(q, cos, sin), jnp.stack([k, v], axis=2), _write(k_pages, k, slots), _write(v_pages, v, slots)
 
 
 def _write(pages: Array, tokens: Array, slots: Array) -> Array:
@@ -45,4 +52,4 @@ def _write(pages: Array, tokens: Array, slots: Array) -> Array:
     # Out of bounds is what "drop" drops, and a negative index would count from the end. Pages and offsets stay separate
     # indices: the element offset of a slot can pass 2^31.
     page, offset = jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
-    return pages.at[page, :, offset].set(tokens.astype(pages.dtype), mode="drop", unique_indices=True)
+    return pages.at[page, :, offset].set(tokens, mode="drop", unique_indices=True)

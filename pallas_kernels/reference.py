@@ -68,18 +68,27 @@ def append_kv(
     slots: Int[Array, " T"],
     k_pages: Float[Array, "P K page_size H"],
     v_pages: Float[Array, "P K page_size H"],
-) -> tuple[Float[Array, "T K G H"], Float[Array, "P K page_size H"], Float[Array, "P K page_size H"]]:
-    """Rotates queries and keys, writes keys and values to their slots; slot -1 writes nothing. Slots are distinct."""
+) -> tuple[
+    Float[Array, "T K G H"],
+    Float[Array, "T K 2 H"],
+    Float[Array, "P K page_size H"],
+    Float[Array, "P K page_size H"],
+]:
+    """Rotates queries and keys, writes keys and values to their slots; slot -1 writes nothing. Slots are distinct.
+
+    Returns the queries, what it wrote (or would have) for each token, and the pages.
+    """
     num_pages, _, page_size, _ = k_pages.shape
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     # A page beyond the pool is what "drop" drops; a negative one would wrap around to the last page.
     page, offset = jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
     write = functools.partial(_write_slots, page=page, offset=offset)
-    return rotate(q, cos, sin), write(k_pages, rotate(k, cos, sin)), write(v_pages, v)
+    k, v = rotate(k, cos, sin).astype(k_pages.dtype), v.astype(v_pages.dtype)
+    return rotate(q, cos, sin), jnp.stack([k, v], axis=2), write(k_pages, k), write(v_pages, v)
 
 
 def _write_slots(pages: Array, rows: Array, *, page: Array, offset: Array) -> Array:
-    return pages.at[page, :, offset].set(rows.astype(pages.dtype), mode="drop")
+    return pages.at[page, :, offset].set(rows, mode="drop")
 
 
 def decode_attention(

@@ -164,7 +164,7 @@ def _append(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
     def appends(qkv: jax.Array, cos: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> Any:
         queries = []
         for i in range(series):
-            q, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms[0])
+            q, _, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms[0])
             # One append after the other, none merged with the next.
             q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
             queries.append(q)

@@ -44,12 +44,14 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 )
 def test_rotates_and_writes_only_the_slots(T, K, G, page_size, seed):
     qkv, cos, sin, slots, k_pages, v_pages = _inputs(T, K, G, 8, 5, page_size, seed)
-    q, k_new, v_new = append_kv(qkv, cos, sin, slots, k_pages, v_pages, num_sms=1)
+    q, kv, k_new, v_new = append_kv(qkv, cos, sin, slots, k_pages, v_pages, num_sms=1)
     x, c, s = np.asarray(qkv, np.float64), np.asarray(cos, np.float64), np.asarray(sin, np.float64)
     k_wanted, v_wanted = np.asarray(k_pages, np.float64), np.asarray(v_pages, np.float64)
     for t, slot in enumerate(np.asarray(slots)):
         np.testing.assert_allclose(np.asarray(q[t], np.float64), _rotated(x[t, :, :G], c[t], s[t]), rtol=2**-7, atol=2**-7)
+        np.testing.assert_array_equal(kv[t, :, 1], qkv[t, :, -1])
         if slot >= 0:
+            np.testing.assert_array_equal(kv[t, :, 0], k_new[slot // page_size, :, slot % page_size])
             k_wanted[slot // page_size, :, slot % page_size] = _rotated(x[t, :, G], c[t], s[t])
             v_wanted[slot // page_size, :, slot % page_size] = x[t, :, G + 1]
     np.testing.assert_allclose(np.asarray(k_new, np.float64), k_wanted, rtol=2**-7, atol=2**-7)

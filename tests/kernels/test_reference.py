@@ -94,7 +94,8 @@ def test_append_kv_rotates_and_writes_only_its_slots() -> None:
     angles = rng.uniform(0, 6, (T, H // 2)).astype(np.float32)
     slots = np.array([6, -1, 13, 15, 4], np.int32)
     pages = rng.standard_normal((4, K, page_size, H), np.float32)
-    q, k_pages, v_pages = reference.append_kv(*map(jnp.asarray, (qkv, np.cos(angles), np.sin(angles), slots, pages, 2 * pages)))
+    inputs = (qkv, np.cos(angles), np.sin(angles), slots, pages, 2 * pages)
+    q, kv, k_pages, v_pages = reference.append_kv(*map(jnp.asarray, inputs))
 
     def rotated(x: np.ndarray) -> np.ndarray:
         """Each pair (i, i + H / 2) as a complex number, turned by its angle."""
@@ -103,6 +104,8 @@ def test_append_kv_rotates_and_writes_only_its_slots() -> None:
 
     for g in range(G):
         np.testing.assert_allclose(q[:, :, g], rotated(qkv[:, :, g]), atol=1e-6)
+    np.testing.assert_allclose(kv[:, :, 0], rotated(qkv[:, :, -2]), atol=1e-6)
+    np.testing.assert_array_equal(kv[:, :, 1], qkv[:, :, -1])
     expected_k, expected_v = pages.copy(), 2 * pages
     for token in (0, 2, 3, 4):
         expected_k[slots[token] // page_size, :, slots[token] % page_size] = rotated(qkv[:, :, -2])[token]
