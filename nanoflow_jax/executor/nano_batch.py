@@ -59,6 +59,7 @@ def forward(
     mode: Mode,
     kernels_for: KernelsFor,
     on_streams: bool,
+    new_kv: list[Array] | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """As `sequential.forward`, by the plan. The batch's prompt tokens begin at `plan.decode_tokens`; the gap is padding.
 
@@ -66,6 +67,7 @@ def forward(
       probe: called after each nano-operation with (layer index, "operation[start:stop]", what it wrote for these tokens).
       kernels_for: the kernels that keep to a number of SMs.
       on_streams: annotate streams in mode STREAMS; without (on CPUs) that mode only orders.
+      new_kv: as in `sequential.forward`.
 
     Raises:
       ValueError: the batch has another number of tokens than the plan, or weights are divided otherwise than it wants.
@@ -92,6 +94,8 @@ def forward(
             if probe is not None:
                 tokens = plan.batch_of(placed.nano)
                 probe(placed.layer, f"{placed.nano.operation}[{tokens.start}:{tokens.stop}]", written)
+    if new_kv is not None:
+        new_kv += [layer.values["kv"].read(0, plan.b_dense) for layer in pipeline.layers]
     row_logits = logits(config, decoder, last_of_rows(batch, pipeline.x.read(0, plan.b_dense)))
     return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in _POOL))
 

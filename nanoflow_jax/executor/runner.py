@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor import nano_batch, sequential
+from nanoflow_jax.executor import kv_transfer, nano_batch, sequential
+from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
 from nanoflow_jax.models.decoder import Decoder, decoder_partition
@@ -31,6 +32,7 @@ from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
 
 MAX_LOGPROBS = 20
 ExecutionMode = Literal["sequential", "nano", "xla", "streams"]
+KVOffload = Literal["off", "on", "both"]
 # What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
 _PLAN_OPTIONS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
@@ -59,6 +61,8 @@ class RunnerConfig:
       mode: how a step is executed. Other than "sequential", it goes by `plans` where the batcher finds that one of them pays.
       plans: what the search found; each plan's b_dense must be a compiled step size.
       kernels: see `nanoflow_jax.kernels`; "auto" takes what is best on the device at hand.
+      kv_offload: "on" compiles steps that also hand out K and V of their tokens, and what brings pages back (see
+        `kv_transfer`); "both" compiles the plain steps too, for comparing.
     """
 
     b_dense: int = 256
@@ -70,6 +74,7 @@ class RunnerConfig:
     mode: ExecutionMode = "sequential"
     plans: PlanSet | None = None
     kernels: KernelChoice | Literal["auto"] = "auto"
+    kv_offload: KVOffload = "off"
 
     def __post_init__(self) -> None:
         for field in ("b_dense", "max_sequences", "page_size"):
@@ -83,6 +88,8 @@ class RunnerConfig:
             raise ValueError(f"RunnerConfig: memory_fraction={self.memory_fraction} must lie in (0, 1]")
         if self.mode not in get_args(ExecutionMode):
             raise ValueError(f"RunnerConfig: mode={self.mode!r} is not one of {', '.join(get_args(ExecutionMode))}")
+        if self.kv_offload not in get_args(KVOffload):
+            raise ValueError(f"RunnerConfig: kv_offload={self.kv_offload!r} is not one of {', '.join(get_args(KVOffload))}")
         if (self.mode == "sequential") != (self.plans is None):
             raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
 
@@ -101,9 +108,11 @@ class StepResult:
 
 
 class InFlightStep:
-    """A launched step. `result` waits for it; `wait_s` then tells how long the host waited for the device."""
+    """A launched step. `result` waits for it; `wait_s` then tells how long the host waited for the device. `new_kv` is K and V
+    of its tokens by group of layers, see `kv_transfer`; empty without offload."""
 
-    def __init__(self, packed_result: jax.Array, num_logprobs: int):
+    def __init__(self, packed_result: jax.Array, num_logprobs: int, new_kv: tuple[jax.Array, ...]):
+        self.new_kv = new_kv
         self._packed_result = packed_result
         self._num_logprobs = num_logprobs
         self.wait_s = 0.0
@@ -134,6 +143,7 @@ class ModelRunner:
       pages_per_seq: columns of a block table; bounds prompt plus output of a sequence.
       plan_set, plans: what a step may be launched with; None and empty in mode "sequential".
       num_compilations: executables compiled so far; constant once `warm_up` has returned.
+      page_format: of pages outside the pool; None if nothing for them is compiled.
     """
 
     def __init__(
@@ -170,7 +180,13 @@ class ModelRunner:
         self._mode: ExecutionMode = options.mode
         self._kernels: KernelChoice | Literal["auto"] = options.kernels
         self._check_plans()
-        self._forwards: dict[tuple[BatchShape, int | None], Any] = {}
+        self.page_format: PageFormat | None = None
+        if options.kv_offload != "off":
+            self.page_format = page_format(config, layout, options.page_size, dtype, on_gpu=self._on_gpu)
+        # Steps without offload, with it, or both.
+        self._offloads = [flag for flag in (False, True) if options.kv_offload in ("both", "on" if flag else "off")]
+        self._forwards: dict[tuple[BatchShape, int | None, bool], Any] = {}
+        self._page_writers: dict[int, Any] = {}
         self._samplers: dict[tuple[BatchShape, SamplingMode, int], Any] = {}
 
     @property
@@ -186,17 +202,21 @@ class ModelRunner:
         """
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
+        chunk_sizes = self.page_format.chunk_sizes if self.page_format else ()
         samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
         jobs: list[tuple[str, dict, Any, Callable[[], Any]]] = []
-        for shape, index in steps:
+        for (shape, index), offload in itertools.product(steps, self._offloads):
             plan = None if index is None else self.plans[index]
             by_plan = f" by a plan for {plan.decode_tokens} decoding" if plan else ""
-            lower = functools.partial(self._lower_forward, shape, plan)
-            jobs.append((f"step of {shape.num_tokens} tokens{by_plan}", self._forwards, (shape, index), lower))
+            lower = functools.partial(self._lower_forward, shape, plan, offload)
+            jobs.append((f"step of {shape.num_tokens} tokens{by_plan}", self._forwards, (shape, index, offload), lower))
         for key in samplers:
             shape, mode, _ = key
             lower = functools.partial(self._lower_sampler, *key)
             jobs.append((f"{mode.value} sampling of {shape.num_rows} rows", self._samplers, key, lower))
+        for size in chunk_sizes:
+            lower = functools.partial(kv_transfer.lower_write_pages, self.page_format, size, self._cache, self.mesh)
+            jobs.append((f"writing {size} pages", self._page_writers, size, lower))
         report, total = progress or (lambda *_: None), len(jobs)
         # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -211,30 +231,49 @@ class ModelRunner:
                 report(f"compiled: {name}", done, 2 * total)
         report("ready", 2 * total, 2 * total)
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> InFlightStep:
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.
 
         Args:
           plan: index of one of `plans`, whose token ranges the batch keeps; None runs the step sequentially.
           num_logprobs: likeliest tokens to return per row, at most MAX_LOGPROBS.
+          offload: hand out K and V of the step's tokens.
 
         Raises:
-          KeyError: `batch` has a shape that `warm_up` did not compile.
+          KeyError: `batch` has a shape that `warm_up` did not compile, or such steps were not compiled with this `offload`.
         """
         if not 0 <= num_logprobs <= MAX_LOGPROBS:
             raise ValueError(f"{num_logprobs=} must lie in [0, {MAX_LOGPROBS}]")
         width = MAX_LOGPROBS if num_logprobs else 0
-        forward = self._forwards[batch.shape, plan]
+        forward = self._forwards[batch.shape, plan, offload]
         sampler = self._samplers[batch.shape, sampling_mode(batch), width]
         packed = jax.device_put(pack(batch), self._replicated)
-        row_logits, self._cache = forward(self._weights, self._cache, self._last_tokens, packed)
+        row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
         packed_result, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
         packed_result.copy_to_host_async()
-        return InFlightStep(packed_result, width)
+        return InFlightStep(packed_result, width, tuple(new_kv))
 
-    def forward_memory(self, shape: BatchShape, plan: int | None = None) -> Any:
+    def stage_pages(self, pages: np.ndarray) -> jax.Array:
+        """`kv_transfer.stage_pages` for this runner's pool; may be called on any thread."""
+        assert self.page_format is not None, "compiled without offload"
+        return kv_transfer.stage_pages(pages, self.page_format, self.mesh)
+
+    def write_pages(self, staged: jax.Array, page_ids: np.ndarray) -> None:
+        """Launches the write of staged pages to the pool, in order with steps.
+
+        Args:
+          page_ids: int32, fewer than were staged if the rest is filling.
+        """
+        ids = np.full(len(staged), self.num_pages, np.int32)
+        ids[: page_ids.size] = page_ids
+        self._cache = self._page_writers[len(staged)](self._cache, staged, jax.device_put(ids, self._replicated))
+
+    def weights_checksum(self) -> str:
+        return kv_transfer.weights_checksum(self._weights)
+
+    def forward_memory(self, shape: BatchShape, plan: int | None = None, *, offload: bool = False) -> Any:
         """XLA's memory analysis of a compiled forward: arguments, aliased outputs, temporaries."""
-        return self._forwards[shape, plan].memory_analysis()
+        return self._forwards[shape, plan, offload].memory_analysis()
 
     def _check_plans(self) -> None:
         for plan in self.plans:
@@ -264,12 +303,12 @@ class ModelRunner:
         vocab = self.config.vocab_size
         return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
 
-    def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None) -> Any:
+    def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None, offload: bool) -> Any:
         automatic = best_choice(self.mesh.devices.flat[0], budgeted=plan is not None)
         kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
-            num_sms=self._num_sms, on_gpu=self._on_gpu,
+            num_sms=self._num_sms, on_gpu=self._on_gpu, num_kv_groups=self.page_format.num_groups if offload else 0,
         )  # fmt: skip
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
         return step.lower(self._weights, self._cache, self._last_tokens, packed)
@@ -296,6 +335,7 @@ def step_function(
     kernels: KernelChoice,
     num_sms: int,
     on_gpu: bool,
+    num_kv_groups: int = 0,
 ) -> Any:
     """The jitted forward of one step: (weights, cache, last tokens, packed batch) -> (row logits, cache); the cache is donated.
 
@@ -304,6 +344,7 @@ def step_function(
       plan: executed in `mode`; None is the sequential step.
       num_sms: what a sequential step may use; a plan has budgets of its own.
       on_gpu: the mesh is made of GPUs, so streams and XLA's GPU options apply.
+      num_kv_groups: more results, K and V of the step's tokens: one per group of so many groups of layers; see `kv_transfer`.
     """
     budgeted = kernels_for(kernels)
     if plan is None:
@@ -313,15 +354,19 @@ def step_function(
             nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu
         )
 
-    def forward(weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array) -> tuple[jax.Array, KVCache]:
-        return execute(config, layout, nnx.merge(graph, weights), cache, last_tokens, unpack(packed, shape))
+    def forward(weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array) -> tuple:
+        new_kv = [] if num_kv_groups else None
+        decoder, batch = nnx.merge(graph, weights), unpack(packed, shape)
+        out = execute(config, layout, decoder, cache, last_tokens, batch, new_kv=new_kv)
+        return out if new_kv is None else (*out, *kv_transfer.group_layers(new_kv, num_kv_groups, to_host=on_gpu))
 
     replicated = PartitionSpec()
+    out_specs = (replicated, KV_PARTITION, *[kv_transfer.NEW_KV_PARTITION] * num_kv_groups)
     sharded = jax.shard_map(
         forward,
         mesh=mesh,
         in_specs=(decoder_partition(config, layout), KV_PARTITION, replicated, replicated),
-        out_specs=(replicated, KV_PARTITION),
+        out_specs=out_specs,
         check_vma=False,
     )
     return jax.jit(sharded, donate_argnums=1, compiler_options=_PLAN_OPTIONS if plan and on_gpu else None)

@@ -26,12 +26,14 @@ def forward(
     probe: Probe | None = None,
     *,
     kernels: Kernels = REFERENCE,
+    new_kv: list[Array] | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
 
     Args:
       last_tokens: int32[max_sequences], the token sampled last for each sequence row.
       probe: called after each operation with (layer index, operation, values by name); for comparing executors.
+      new_kv: receives `[T, K, 2, H]` of each layer, what the step's tokens added to the cache.
     """
     step = step_inputs(config, batch, kernels=kernels)
     x = embed(decoder, input_tokens(batch, last_tokens))
@@ -46,6 +48,8 @@ def forward(
             if probe is not None:
                 probe(i, name, values)
         x, k_pages[i], v_pages[i] = values["x"], values["k_pages"], values["v_pages"]
+        if new_kv is not None:
+            new_kv.append(values["kv"])
     return logits(config, decoder, last_of_rows(batch, x)), KVCache(k_pages, v_pages)
 
 
