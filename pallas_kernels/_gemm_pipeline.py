@@ -68,12 +68,12 @@ def multiply(
         @pl.when(wg == config.consumers)
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            _produce(walk, a, b, a_smem, b_smem, full, free, config, multicast)
+            produce(walk, a, b, a_smem, b_smem, full, free, config, multicast)
 
         @pl.when(wg < config.consumers)
         def _consumer() -> None:
             plgpu.set_max_registers(232, action="increase")
-            _consume(walk, a_smem, b_smem, full, free, functools.partial(write, staging=staging), config)
+            consume(walk, a_smem, b_smem, full, free, functools.partial(write, staging=staging), config)
             plgpu.wait_smem_to_gmem(0)
 
 
@@ -91,7 +91,7 @@ def consumer_offset(config: GemmConfig) -> tuple[Any, Any]:
     return (wg * config.wg_m, 0) if config.split == "m" else (0, wg * config.wg_n)
 
 
-def _produce(
+def produce(
     walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, free: Any, config: GemmConfig, multicast: bool
 ) -> None:
     stages, halves = b_smem.shape[:2]
@@ -125,7 +125,7 @@ def _produce(
             plgpu.barrier_wait(free.at[slot])
 
 
-def _consume(
+def consume(
     walk: Walk,
     a_smem: Any,
     b_smem: Any,
