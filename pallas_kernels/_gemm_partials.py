@@ -39,30 +39,31 @@ def cta_index(config: GemmConfig) -> Any:
 
 def write_or_share(
     write: Callable[..., None],
-    partials: Any,  # float32 [num_sms, halves, tile_n / 8, tile_m, 8]
+    partials: Any,  # float32 [places, halves, tile_n / 8, tile_m, 8]
     config: GemmConfig,
     interpreted: bool,
-    segment: Segment,  # extra: how many CTAs before this one have sums to add, and whether this one's are for a later CTA
+    segment: Segment,  # extra: how many places before its own have sums to add, whether its own are for later, its place
     totals: list[Array],
     staging: dict[str, Any],
 ) -> None:
     """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
-    wg, cta = lax.axis_index("wg"), cta_index(config)
-    sources, partial = segment.extra
+    wg = lax.axis_index("wg")
+    sources, partial, place = segment.extra
     # The interpreter runs CTAs in order of their index and has no semaphores.
     done = None if interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((partials.shape[0], config.consumers)))
 
     @pl.when(partial == 1)
     def _() -> None:
         for half, total in enumerate(totals):
-            _store(partials.at[cta, half], total, 0, 0, config)
+            _store(partials.at[place, half], total, 0, 0, config)
         if done is not None:
-            plgpu.semaphore_signal(done.at[cta, wg], memory_scope="gpu")
+            plgpu.commit_smem()  # one thread signals for all, whose stores must come before
+            plgpu.semaphore_signal(done.at[place, wg], memory_scope="gpu")
 
     @pl.when(partial == 0)
     def _() -> None:
         def add(half: int, i: Array, total: Array) -> Array:
-            source = cta - (sources - i) * config.cluster
+            source = place - (sources - i) * config.cluster
             if done is not None:
                 plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
             return total + _load(partials.at[source, half], total.shape, 0, 0, config, interpreted)

@@ -20,13 +20,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _mosaic, _tuning
-from pallas_kernels._gemm_partials import partials_shape, write_in_cluster, write_or_share
+from pallas_kernels._gemm_partials import cta_index, partials_shape, write_in_cluster, write_or_share
 from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
+from pallas_kernels._gemm_schedule import K_STEPS, PARTIAL, schedule
+from pallas_kernels._gemm_schedule import tile_order as tile_order
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
-# Fields of a segment in the schedule.
-_M, _N, _K_BEGIN, _K_STEPS, _SOURCES, _PARTIAL = range(6)
 
 
 def gemm(
@@ -50,7 +50,7 @@ def gemm(
         clusters than there are SMs or steps along K.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
-    out_shape = _check(a, b, bias, residual, swiglu)
+    out_shape = check_operands(a, b, bias, residual, swiglu)
     m, k = a.shape
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
@@ -70,7 +70,7 @@ def gemm(
     return out.reshape(out_shape)
 
 
-def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swiglu: bool) -> tuple[int, ...]:
+def check_operands(a: Array, b: Array, bias: Array | None, residual: Array | None, swiglu: bool) -> tuple[int, ...]:
     """The shape of the result."""
     if a.ndim != 2 or b.ndim < 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"gemm: a {a.shape} and b {b.shape} do not multiply")
@@ -90,73 +90,6 @@ def _check(a: Array, b: Array, bias: Array | None, residual: Array | None, swigl
     return out_shape
 
 
-def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
-    """Who computes what: int32 [num_sms, segments, 6], each row a CTA's segments in order; K_STEPS == 0 marks the end.
-
-    Where CTAs form clusters, each cluster is one CTA here, and its tiles (along m) or shares of a tile (along k) are one tile.
-
-    A segment is (m tile, n tile, first k step, k steps, sources, partial). Most cover a whole tile and come first: all CTAs
-    then walk k in step, so that tiles of A and B that several need are still in the L2 cache. The tiles that do not fill a wave
-    and `shared_waves` waves more are laid end to end along k and cut into `num_sms` equal shares. A CTA whose share ends inside
-    a tile starts its share with that piece and leaves the sum as a partial; the CTA whose share ends the tile does so last of
-    all and adds the partials of its `sources` predecessors. So nobody waits for long, and only ever for a CTA of lower index.
-    """
-    tiles = _tile_order(m_tiles, n_tiles, config.group_m)
-    shared = _shared_tiles(len(tiles), k_steps, num_sms, config)
-    whole, cut = tiles[: len(tiles) - shared], tiles[len(tiles) - shared :]
-    bounds = _cuts(shared, k_steps, num_sms, config.min_steps)
-    rows = []
-    for cta in range(num_sms):
-        first, last = bounds[cta], bounds[cta + 1]
-        pieces = []
-        for t in range(first // k_steps, _mosaic.cdiv(last, k_steps)):
-            begin, end = max(first, t * k_steps), min(last, (t + 1) * k_steps)
-            partial = end < (t + 1) * k_steps
-            sources = 0 if partial else sum(bounds[j] < begin and bounds[j + 1] > t * k_steps for j in range(cta))
-            pieces.append((*cut[t], begin - t * k_steps, end - begin, sources, int(partial)))
-        owned = [pieces.pop(0)] if pieces and pieces[0][_SOURCES] else []
-        rows.append([*((*tile, 0, k_steps, 0, 0) for tile in whole[cta::num_sms]), *reversed(pieces), *owned])
-    table = np.zeros((num_sms, max(map(len, rows)) + 1, 6), np.int32)
-    for cta, row in enumerate(rows):
-        table[cta, : len(row)] = np.array(row, np.int32).reshape(-1, 6)
-    return table
-
-
-def _tile_order(m_tiles: int, n_tiles: int, group_m: int) -> list[tuple[int, int]]:
-    """Columns of up to `group_m` tiles, side by side, there and back: tiles in flight share rows of A and columns of B."""
-    order = []
-    for group, top in enumerate(range(0, m_tiles, group_m)):
-        columns = range(n_tiles) if group % 2 == 0 else reversed(range(n_tiles))
-        order += [(m, n) for n in columns for m in range(top, min(top + group_m, m_tiles))]
-    return order
-
-
-def _shared_tiles(tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> int:
-    """Tiles to cut along k: none if whole waves are as fast, counted in k steps of the slowest CTA."""
-    waves, rest = divmod(tiles, num_sms)
-    if not rest or not config.stream_k or config.cluster_along == "k":
-        return 0
-    shared = rest + num_sms * min(waves, config.shared_waves)
-    whole_cost = (waves + 1) * k_steps
-    cut_cost = tiles * k_steps / num_sms + config.fixup_steps
-    return shared if cut_cost < whole_cost else 0
-
-
-def _cuts(tiles: int, k_steps: int, num_sms: int, min_steps: int) -> list[int]:
-    """Bounds of the CTAs' equal shares of `tiles` laid end to end; a cut within `min_steps` of a tile's border moves there.
-
-    Where there are fewer steps than CTAs the last CTAs get none: those that share a tile must follow each other.
-    """
-    total = tiles * k_steps
-    sharers = max(1, min(num_sms, total))
-    bounds = []
-    for i in range(sharers + 1):
-        tile, step = divmod(i * total // sharers, k_steps)
-        step = 0 if step < min_steps else k_steps if k_steps - step < min_steps else step
-        bounds.append(tile * k_steps + step)
-    return bounds + [total] * (num_sms - sharers)
-
-
 @functools.partial(jax.jit, static_argnames=("config", "num_sms", "interpreted"), inline=True)
 def _gemm(
     a: Array, b: Array, bias: Array | None, residual: Array | None, *, config: GemmConfig, num_sms: int, interpreted: bool
@@ -168,7 +101,7 @@ def _gemm(
     # A cluster is whole or not there at all, and so are the last of `num_sms` SMs.
     clusters = num_sms // config.cluster
     table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), clusters, config)
-    cut = bool(table[..., _PARTIAL].any())
+    cut = bool(table[..., PARTIAL].any())
     # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
     stored = (m_tiles * config.segment_m, n_tiles * config.tile_n) if interpreted else (m, n)
     inputs = [jnp.asarray(table), a, b, *(x for x in (bias, residual) if x is not None)]
@@ -177,12 +110,12 @@ def _gemm(
         *extra, out_ref, partials_ref = refs
         bias_ref = None if bias is None else extra.pop(0)
         residual_ref = None if residual is None else extra.pop(0)
-        write = functools.partial(_write_blocks, bias_ref, residual_ref, out_ref, config)
+        write = functools.partial(write_blocks, bias_ref, residual_ref, out_ref, config)
         if cut or in_cluster:
             share = write_in_cluster if in_cluster else write_or_share
             write = functools.partial(share, write, partials_ref, config, interpreted)
         walk = functools.partial(_walk, table_ref, config)
-        staging = _staging(config, a.dtype, halves, n, bias is not None, residual is not None)
+        staging = epilogue_staging(config, a.dtype, halves, n, bias is not None, residual is not None)
         # The interpreter has no multicast: there each CTA loads all of its tile.
         multicast = config.cluster > 1 and not in_cluster and not interpreted
         multiply(walk, a_ref, b_ref, halves, write, config, multicast=multicast, staging=staging)
@@ -202,7 +135,7 @@ def _gemm(
     return out[:m, :n] if interpreted else out
 
 
-def _staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
+def epilogue_staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
     return {
         "blocks": _mosaic.swizzled_smem((config.consumers, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
         "bias": plgpu.SMEM((config.consumers, halves, config.wg_n), dtype) if bias else None,
@@ -228,14 +161,14 @@ def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array
             segment = Segment(m * config.tile_m, n * config.tile_n, begin, end - begin, extra=(index,))
         else:
             row = (m * config.cluster + cta) * config.tile_m
-            segment = Segment(row, n * config.tile_n, k_begin, k_steps, extra=tuple(extra))
+            segment = Segment(row, n * config.tile_n, k_begin, k_steps, extra=(*extra, cta_index(config)))
         return index + 1, body(segment, step), upcoming
 
     start = (jnp.int32(0), jnp.int32(0), read(jnp.int32(0)))
-    return lax.while_loop(lambda carry: carry[2][_K_STEPS] > 0, one, start)[1]
+    return lax.while_loop(lambda carry: carry[2][K_STEPS] > 0, one, start)[1]
 
 
-def _write_blocks(
+def write_blocks(
     bias: Any,  # [N] or [2, N] or None
     residual: Any,  # [M, N] or None
     out: Any,  # [M, N]
@@ -261,6 +194,7 @@ def _write_blocks(
             source = bias.at[columns] if len(totals) == 1 else bias.at[half, columns]
             plgpu.copy_gmem_to_smem(source, bias_smem.at[wg, half], landed)
             plgpu.barrier_wait(landed)
+            plgpu.commit_smem()  # all warps must have seen this copy end before the next may
 
     def write(index: int, i: int, j: int) -> None:
         blocks = block(totals, i, j) if collect is None else collect(index, i, j)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedDeviceError, _tuning, gemm, reference
+from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _tuning, gemm, reference
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
 from pallas_kernels._tuning import GemmConfig
 from tests.kernels import aot
@@ -169,25 +169,17 @@ def test_tuned_entries_fit_and_the_nearest_is_taken():
     assert lookup("NVIDIA H200", 2048) == by_m[2048]
     assert lookup("NVIDIA H200", 1088) == by_m[2048], "the next larger M"
     assert lookup("NVIDIA H200", 1 << 20) == by_m[max(by_m)]
-    assert lookup("NVIDIA H100", 2048) == _tuning.default_config(2048, swiglu=False)
-    unknown = _tuning.gemm_config("NVIDIA H200", 128, 48, 48, swiglu=True, num_sms=132)
-    assert unknown == _tuning.default_config(128, swiglu=True)
+    by_arithmetic = _gemm_cost.fastest(2048, 6144, 4096, swiglu=False, num_sms=132)
+    assert lookup("NVIDIA H100", 2048) == by_arithmetic
 
 
-def test_clusters_are_for_the_number_of_sms_they_were_tuned_for(monkeypatch):
-    def entry(m, num_sms, config):
-        return {"m": m, "n": 64, "k": 64, "swiglu": False, "num_sms": num_sms, "config": dataclasses.asdict(config)}
-
-    cluster = dataclasses.replace(_128X128, cluster=2, cluster_along="k")
-    entries = [entry(512, 132, cluster), entry(512, 100, _64X128), entry(1024, 132, _64X64)]
-    monkeypatch.setattr(_tuning, "load", lambda kind: {"gemm": entries})
-
-    def lookup(m, num_sms):
-        return _tuning.gemm_config("any", m, 64, 64, swiglu=False, num_sms=num_sms)
-
-    assert lookup(512, 132) == cluster
-    assert lookup(512, 124) == lookup(512, 84) == _64X128
-    assert lookup(1024, 84) == _64X64
+def test_tuned_entries_are_for_their_number_of_sms(monkeypatch):
+    config = dataclasses.replace(_128X128, cluster=2, cluster_along="k")
+    entry = {"m": 512, "n": 64, "k": 64, "swiglu": False, "num_sms": 132, "config": dataclasses.asdict(config)}
+    monkeypatch.setattr(_tuning, "load", lambda kind: {"gemm": [entry]})
+    lookup = functools.partial(_tuning.gemm_config, "any", 512, 64, 64, swiglu=False)
+    assert lookup(num_sms=132) == config
+    assert lookup(num_sms=124).cluster == 1
 
 
 def aot_cases() -> dict[str, Any]:

@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels._gemm_cost import fastest, predicted_seconds
+from pallas_kernels._gemm_schedule import schedule
 from pallas_kernels._tuning import GemmConfig
-from pallas_kernels.gemm import schedule
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,3 +67,32 @@ def test_schedule_balances():
     assert table[..., 3].sum(axis=1).max() <= 64 * 8 * 56 / 132 + 2
     # Full waves are not cut.
     assert not schedule(8, 33, 64, 132, GemmConfig(tile_m=256, tile_n=128))[..., 5].any()
+
+
+def test_predicted_time_grows_with_work_and_falls_with_sms():
+    def seconds(m: int = 1024, num_sms: int = 132, config: GemmConfig | None = None) -> float:
+        config = config or fastest(m, 2560, 8192, swiglu=False, num_sms=num_sms)
+        return predicted_seconds(config, m, 2560, 8192, swiglu=False, num_sms=num_sms)
+
+    for few, many in ((48, 84), (84, 108), (108, 132)):
+        assert seconds(num_sms=few) > seconds(num_sms=many)
+    for low, high in ((64, 256), (256, 1024), (1024, 4096)):
+        assert seconds(low) < seconds(high)
+    # 20 tiles on 132 SMs: three CTAs a tile beat one.
+    alone = GemmConfig(tile_m=256, tile_n=128, stream_k=False)
+    shared = GemmConfig(tile_m=256, tile_n=128, cluster=3, cluster_along="k")
+    assert seconds(256, config=shared) < seconds(256, config=alone)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    m=st.integers(1, 64).map(lambda x: 64 * x),
+    n=st.sampled_from([48, 1280, 6144]),
+    k=st.sampled_from([64, 1024, 8192]),
+    swiglu=st.booleans(),
+    num_sms=st.integers(1, 132),
+)
+def test_any_shape_gets_a_configuration_that_runs(m, n, k, swiglu, num_sms):
+    config = fastest(m, n, k, swiglu=swiglu, num_sms=num_sms)
+    assert config.stages(swiglu) >= 2
+    assert config.cluster == 1

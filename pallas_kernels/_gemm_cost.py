@@ -1,0 +1,89 @@
+"""How long a GEMM takes by arithmetic: which configurations are worth timing, and which one takes a shape that nobody timed.
+
+Constants are fits to an H200 at the clock that its power limit leaves under GEMMs; only their ratios choose. Times are seconds.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from pallas_kernels import _mosaic
+from pallas_kernels._gemm_config import GemmConfig
+from pallas_kernels._gemm_schedule import K_BEGIN, K_STEPS, PARTIAL, SOURCES, schedule
+
+_FLOPS_PER_SM = 5.8e12
+_LOAD_BYTES_PER_S = 95e9  # from the L2 cache into one SM, all SMs loading
+_HBM_BYTES_PER_S = 4.2e12
+_LAUNCH = 2.5e-6
+_CLEAR = 2.0e-6  # the launch that clears semaphores
+_STEP = 0.02e-6  # barriers of a step
+_OUT_OF_STEP = 1.08  # steps of cut tiles: their CTAs share less of what they load in the L2 cache
+_SHORT_RING = 1.1  # steps where the ring has under four stages
+_TILE = 0.6e-6  # filling the ring, draining the products
+# Of a tile with 256 x 128 sums:
+_STORE = 1.2e-6
+_LEAVE = 1.0e-6
+_ADD = 2.2e-6
+_EXCHANGE = 1.5e-6  # a cluster's, besides the bytes
+
+
+def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> float:
+    """The slowest CTA's steps and epilogues, or the time of the operands' bytes if that is longer, and what comes on top."""
+    halves = 2 if swiglu else 1
+    workers = num_sms // config.cluster
+    m_tiles, n_tiles = _mosaic.cdiv(m, config.segment_m), _mosaic.cdiv(n, config.tile_n)
+    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), workers, config)
+    columns = config.tile_n * halves
+    along_k = config.cluster if config.cluster_along == "k" else 1
+    shared_b = config.cluster if config.cluster_along == "m" else 1
+    flops = 2 * config.tile_m * columns * config.tile_k
+    loaded = 2 * (config.tile_m + columns / shared_b) * config.tile_k
+    step = max(flops / _FLOPS_PER_SM, loaded / _LOAD_BYTES_PER_S) + _STEP
+    step *= _SHORT_RING if config.stages(swiglu) < 4 else 1.0
+    size = config.tile_m * columns / (256 * 128)
+    steps, parts = table[..., K_STEPS], table[..., PARTIAL]
+    segments = (steps > 0).sum(1)
+    whole = (table[..., K_BEGIN] == 0) & (parts == 0)
+    weighted = np.where(whole, 1.0, _OUT_OF_STEP) * steps
+    worker = (
+        weighted.sum(1) / along_k * step
+        + segments * _TILE
+        + (segments - parts.sum(1)) * size * _STORE
+        + (parts.sum(1) * _LEAVE + table[..., SOURCES].sum(1) * _ADD) * size
+    )
+    if along_k > 1:  # each CTA leaves and adds (c - 1) / c of a tile, and stores 1 / c
+        share = (along_k - 1) / along_k
+        worker += segments * (_EXCHANGE + size * (share * (_LEAVE + _ADD) - share * _STORE))
+    operands = 2 * (m * k + k * n * halves + m * n) / _HBM_BYTES_PER_S
+    return _LAUNCH + (_CLEAR if parts.any() else 0.0) + max(float(worker.max()), operands)
+
+
+@functools.cache
+def fastest(m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> GemmConfig:
+    """The configuration without clusters that should be fastest."""
+    found = [c for tile in tiles(m, swiglu=swiglu) for c in cuts(tile)]
+    return min(found, key=lambda c: predicted_seconds(c, m, n, k, swiglu=swiglu, num_sms=num_sms))
+
+
+def tiles(m: int, *, swiglu: bool) -> list[GemmConfig]:
+    """Tiles that may suit `m` rows: none twice as high as they are."""
+    low = [
+        GemmConfig(tile_m=64, tile_n=64, consumers=1),
+        GemmConfig(tile_m=64, tile_n=128, split="n"),
+        GemmConfig(tile_m=128, tile_n=64),
+        GemmConfig(tile_m=128, tile_n=128),
+    ]
+    wide = [GemmConfig(tile_m=64, tile_n=256, split="n"), *(GemmConfig(tile_m=128, tile_n=columns) for columns in (192, 256))]
+    high = [GemmConfig(tile_m=256, tile_n=columns) for columns in (128, 192)]
+    found = [*low, GemmConfig(tile_m=256, tile_n=64)] if swiglu else [*low, *wide, *high]
+    return [c for c in found if c.tile_m < 2 * max(m, 64)]
+
+
+def cuts(tile: GemmConfig) -> list[GemmConfig]:
+    """The tile whole, and cut along k: what fills no wave alone, or a wave more, which leaves fewer sums to add to each tile.
+
+    Whole tiles also where cutting would save some steps: with long K, shares out of step along k cost more in the L2 cache.
+    """
+    variants = ({"stream_k": False}, {"shared_waves": 1}, {"shared_waves": 0})
+    return [dataclasses.replace(tile, fixup_steps=0, **v) for v in variants]
