@@ -109,7 +109,7 @@ _ALIGNMENT = 64
 def pack(batch: Batch) -> np.ndarray:
     """int32[n]: every field of a host batch in one array, floats and unsigned integers by their bits."""
     packed = np.zeros(packed_size(batch.shape), np.int32)
-    for name, start, shape, dtype in _sections(batch.shape):
+    for name, start, _, dtype in _sections(batch.shape):
         field = np.asarray(getattr(batch, name), dtype).view(np.int32)
         packed[start : start + field.size] = field.reshape(-1)
     return packed

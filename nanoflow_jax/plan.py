@@ -285,7 +285,7 @@ class PlanSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Plans of one model on one machine for several batch mixes, and the sequential times they compete with.
 
     `crossover_tokens` is the smallest batch for which a plan beats sequential execution in the search's prediction; below it
-    `select` never returns a plan. It is None when no plan wins anywhere.
+    every step is sequential. It is None when no plan wins anywhere.
     """
 
     format_version: int = FORMAT_VERSION
@@ -299,23 +299,6 @@ class PlanSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
             raise PlanError(f"plan set has format_version={self.format_version}, this program reads {FORMAT_VERSION}")
-
-
-def select(plans: PlanSet, *, decode_tokens: int, prefill_tokens: int) -> PipelinePlan | None:
-    """The plan with the shortest predicted period among those the batch fits, or None if sequential execution is as fast.
-
-    The sequential time compared with is that of the smallest recorded batch which holds this one's decoding and prompt tokens.
-    """
-    if plans.crossover_tokens is None or decode_tokens + prefill_tokens < plans.crossover_tokens:
-        return None
-
-    def holds(b_dense: int, decode: int) -> bool:
-        return decode_tokens <= decode and prefill_tokens <= b_dense - decode
-
-    fitting = [p for p in plans.plans if holds(p.b_dense, p.decode_tokens)]
-    best = min(fitting, key=lambda p: p.period_us, default=None)
-    sequential = min((s.layer_us for s in plans.sequential if holds(s.b_dense, s.decode_tokens)), default=float("inf"))
-    return best if best is not None and best.period_us < sequential else None
 
 
 def encode(record: PipelinePlan | PlanSet) -> bytes:

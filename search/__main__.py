@@ -5,12 +5,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoflow_jax import plan as plans
 from nanoflow_jax.config import ModelConfig, preset
 from search import profile_table
 from search.analytic import analytic_profile
-from search.auto_search import Options, auto_search
 from search.cost_model import InfeasibleError, check_batch, check_split, classify, operation_costs
 from search.hardware import HardwareError, hardware
 from search.plan_set import make_plan_set
@@ -19,6 +19,9 @@ from search.profile_table import ProfileError, ProfileTable
 from search.report import Progress, cost_table, plan_record, plan_table
 from search.simulate import simulate
 from search.workload import BatchMix, Workload, WorkloadError, parse_workload, steady_mix
+
+if TYPE_CHECKING:
+    from search.auto_search import Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +101,12 @@ def _load_profile(name: str, model: ModelConfig, device: str, tp: int, mixes: Se
     return table
 
 
-def _options(args: argparse.Namespace) -> Options:
-    return Options(shares=args.shares, seed=args.seed, work=args.work, time_limit_s=args.time_limit)
+def _solve(args: argparse.Namespace, model: ModelConfig, table: ProfileTable, mix: BatchMix) -> "Outcome":
+    # Imported here because the solvers come with it, which the other commands do not need.
+    from search.auto_search import Options, auto_search
+
+    options = Options(shares=args.shares, seed=args.seed, work=args.work, time_limit_s=args.time_limit)
+    return auto_search(model, table, mix, options, None if args.quiet else Progress())
 
 
 def _cost(args: argparse.Namespace) -> None:
@@ -128,7 +135,7 @@ def _plan(args: argparse.Namespace) -> None:
     model = preset(args.model)
     mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense)
     table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
-    outcome = auto_search(model, table, mix, _options(args), None if args.quiet else Progress())
+    outcome = _solve(args, model, table, mix)
     costing = outcome.costings[outcome.plan.partition]
     simulate(outcome.plan, costing)
     print(plan_table(outcome))
@@ -151,7 +158,7 @@ def _plan_set(args: argparse.Namespace) -> None:
     table = _load_profile(args.profile, model, args.hardware, args.tp, grid)
     found, seconds = [], 0.0
     for mix in mixes:
-        outcome = auto_search(model, table, mix, _options(args), None if args.quiet else Progress())
+        outcome = _solve(args, model, table, mix)
         simulate(outcome.plan, outcome.costings[outcome.plan.partition])
         found.append(outcome.plan)
         seconds += outcome.solve_s

@@ -3,13 +3,15 @@
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoflow_jax.plan import PipelinePlan
 from search.assemble import mean_utilization
-from search.auto_search import Outcome
 from search.cost_model import Classification, OperationCost
 from search.hardware import Hardware
+
+if TYPE_CHECKING:  # solvers come with it, which no other command needs
+    from search.auto_search import Outcome
 
 
 class Progress:
@@ -64,7 +66,7 @@ def cost_table(costs: list[OperationCost], verdict: Classification, device: Hard
     return "\n".join(lines)
 
 
-def plan_table(outcome: Outcome) -> str:
+def plan_table(outcome: "Outcome") -> str:
     """The plan in order of start, then what it promises."""
     plan = outcome.plan
     left = f"{'start us':>9s} {'takes us':>9s} {'alone us':>9s}  {'operation':24s}"

@@ -1,7 +1,9 @@
 """Which plan, if any, the next step is executed by; and plans from files."""
 
-import math
+import functools
 from pathlib import Path
+
+import numpy as np
 
 from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, decode_plan, decode_plan_set
 
@@ -10,25 +12,33 @@ def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tupl
     """The index of the plan that computes most tokens per second, and how many prompt tokens the step takes with it.
 
     A plan has its own places for decoding and for prompt tokens, so it may take fewer prompt tokens than there are. None is
-    sequential execution, which takes all; its time is that of the smallest recorded batch that holds this one.
+    sequential execution, which takes all.
     """
-
-    def rate(tokens: int, layer_us: float) -> float:
-        return tokens / layer_us
-
-    recorded = [
-        s.layer_us
-        for s in plans.sequential
-        if s.decode_tokens >= decode_tokens and s.b_dense - s.decode_tokens >= prefill_tokens
-    ]
-    best = (rate(decode_tokens + prefill_tokens, min(recorded, default=math.inf)), None, prefill_tokens)
-    if plans.crossover_tokens is None or decode_tokens + prefill_tokens < plans.crossover_tokens:
+    tokens = decode_tokens + prefill_tokens
+    if plans.crossover_tokens is None or tokens < plans.crossover_tokens:
         return None, prefill_tokens
+    best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens), None, prefill_tokens)
     for index, plan in enumerate(plans.plans):
         taken = min(prefill_tokens, plan.b_dense - plan.decode_tokens)
         if decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0:
-            best = max(best, (rate(decode_tokens + taken, plan.period_us), index, taken), key=lambda choice: choice[0])
+            rate = (decode_tokens + taken) / plan.period_us
+            best = max(best, (rate, index, taken), key=lambda choice: choice[0])
     return best[1], best[2]
+
+
+@functools.cache
+def _sequential_us(recorded: tuple[SequentialTime, ...], decode_tokens: int, prefill_tokens: int) -> float:
+    """A layer's time by the recorded ones: so much for each token, and so much more for each that decodes.
+
+    Least squares over relative errors. Steps are rarely of a recorded mix, and one of mostly prompt tokens takes far less time
+    than one of as many tokens that decode; a single record can only be scaled.
+    """
+    if len({s.decode_tokens / s.b_dense for s in recorded}) < 2:
+        largest = max(recorded, key=lambda s: s.b_dense)
+        return largest.layer_us / largest.b_dense * (decode_tokens + prefill_tokens)
+    shares = np.array([[s.b_dense / s.layer_us, s.decode_tokens / s.layer_us] for s in recorded])
+    per_token, per_decoding = np.linalg.lstsq(shares, np.ones(len(recorded)), rcond=None)[0]
+    return float(per_token * (decode_tokens + prefill_tokens) + per_decoding * decode_tokens)
 
 
 def read_plans(path: Path) -> PlanSet:

@@ -130,7 +130,8 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 def test_shapes() -> None:
-    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8, 16)] == [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
+    sizes = [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
+    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8, 16)] == sizes
     assert [s.num_tokens for s in step_shapes(16, 4, 8, 16)] == [16]
     assert [s.num_tokens for s in step_shapes(5, 4, 8, 16)] == [5]
 

@@ -207,3 +207,13 @@ def test_paper_models(name: str, tp: int, b_dense: int) -> None:
     for plan in outcome.plans.values():
         simulate(plan, outcome.costings[plan.partition])
     assert outcome.plan.speedup > 1
+
+
+def test_costs_need_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that only measure or compare go without OR-Tools."""
+    command = [sys.executable, "-c", "import sys; sys.modules['ortools'] = None; from search.__main__ import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*command, "cost", "--model", "llama3-8b", "--hardware", "h200", "--b-dense", "2048", "--workload", "1024:512"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -17,7 +17,6 @@ from nanoflow_jax.plan import (
     edges,
     encode,
     layer_graph,
-    select,
     token_range,
     unroll,
     validate,
@@ -174,19 +173,6 @@ def _plan_set(crossover: int | None = 300) -> PlanSet:
     return PlanSet(
         model=plan.model, device=plan.device, tp=1, plans=(small,), sequential=sequential, crossover_tokens=crossover
     )
-
-
-@pytest.mark.parametrize(
-    ("decode", "prefill", "chosen"),
-    [(300, 212, True), (290, 100, True), (301, 0, False), (100, 213, False), (140, 100, False), (0, 0, False)],
-)
-def test_selection_takes_a_plan_only_where_the_batch_fits_and_it_wins(decode: int, prefill: int, chosen: bool) -> None:
-    plans = decode_plan_set(encode(_plan_set()))
-    assert (select(plans, decode_tokens=decode, prefill_tokens=prefill) is not None) == chosen
-
-
-def test_no_crossover_means_sequential() -> None:
-    assert select(_plan_set(crossover=None), decode_tokens=300, prefill_tokens=212) is None
 
 
 def test_a_set_holds_plans_of_one_machine() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.config import preset
-from nanoflow_jax.plan import NanoBatch, Resource, select, validate
+from nanoflow_jax.plan import NanoBatch, Resource, validate
+from nanoflow_jax.runtime.plan_choice import choose_plan
 from search.analytic import analytic_profile
 from search.assemble import Intensity, Placed, Segment, fold
 from search.auto_search import Options, auto_search
@@ -184,8 +185,8 @@ def test_plan_set_and_its_crossover() -> None:
     found = make_plan_set(model, table, plans, mixes)
     assert found.crossover_tokens == crossover(plans)
     assert found.crossover_tokens is not None
-    chosen = select(found, decode_tokens=500, prefill_tokens=500)
-    assert chosen is not None
-    assert chosen.b_dense == 1024
-    assert select(found, decode_tokens=20, prefill_tokens=20) is None
+    index, _ = choose_plan(found, 500, 500)
+    assert index is not None
+    assert found.plans[index].b_dense == 1024
+    assert choose_plan(found, 20, 20) == (None, 20)
     assert all(p.speedup > 1 for p in found.plans)
