@@ -1,38 +1,50 @@
 """Finds the fastest tile configurations of the GEMMs on the GPU at hand and writes them where `_tuning` looks.
 
-    python -m pallas_kernels.tune [gemm] [grouped_gemm] [--rows 512,2048] [--names 8b] [--out PATH]
+    python -m pallas_kernels.tune [gemm] [grouped_gemm] [--num-sms 132,108] [--rows 512,2048] [--names 8b]
+        [--time-limit 200] [--out PATH]
 
-Every projection and number of rows of the benchmark is tried in a handful of configurations, cuBLAS or `ragged_dot` beside
-them; a configuration whose result differs from theirs is out. Entries are merged with those already in the table; without
-`--out` the table is the package's own.
+Every projection and number of rows of the benchmark is tried in the handful of configurations that should be fastest, cuBLAS
+or `ragged_dot` beside them; a configuration whose result differs from theirs is out. Entries are merged with those already in
+the table, each as soon as it is found; without `--out` the table is the package's own.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pallas_kernels import _mosaic, _tuning
+from pallas_kernels import _gemm_cost, _mosaic, _tuning
+from pallas_kernels._gemm_schedule import schedule
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import gemm as cases
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import integers
-from pallas_kernels.gemm import schedule
 
-# Whole tiles unless cutting them saves more than this many steps. The second suits long K, where shares out of step along k
-# cost more in the L2 cache than a thin last wave.
-_FIXUP_STEPS = (8, 40)
+# Candidates of a shape that are timed: so many at most, none that should take longer than so many times the best.
+_KEPT, _WITHIN = 7, 1.15
+# Clusters of so many CTAs that fit on an H200 at once: its groups of SMs have 16 or 18.
+_CLUSTERS = {2: 66, 3: 42, 4: 32}
 
 
-def candidates(p: cases.Projection, m: int, num_sms: int) -> list[GemmConfig]:
-    """What is worth trying for `m` rows: tiles by rows (of the mean group, if grouped), each cut or not."""
-    rows = m // max(p.experts, 1)
+def candidates(p: cases.Projection, m: int, num_sms: int, *, clusters: bool = True) -> list[GemmConfig]:
+    """What is worth timing for `m` rows: what should be fastest by arithmetic."""
     if p.experts:
-        return _grouped_candidates(p, rows)
-    return [c for tile in _tiles(p, rows) for c in _distinct_cuts(tile, p, m, num_sms)]
+        return _grouped_candidates(p, m // p.experts)
+
+    def seconds(config: GemmConfig) -> float:
+        return _gemm_cost.predicted_seconds(config, m, p.n, p.k, swiglu=p.swiglu, num_sms=num_sms)
+
+    tiles = [c for tile in _gemm_cost.tiles(m, swiglu=p.swiglu) for c in _with_clusters(tile, p, m, clusters)]
+    found = sorted((c for tile in tiles for c in _distinct_cuts(tile, p, m, num_sms)), key=seconds)
+    kinds: dict[tuple[Any, ...], GemmConfig] = {}  # the best of each tile and cluster, whole and cut
+    for c in found:
+        kinds.setdefault((c.tile_m, c.tile_n, c.cluster, c.cluster_along, c.stream_k), c)
+    return [c for c in kinds.values() if seconds(c) <= _WITHIN * seconds(found[0])][:_KEPT]
 
 
 def _grouped_candidates(p: cases.Projection, rows: int) -> list[GemmConfig]:
@@ -42,45 +54,36 @@ def _grouped_candidates(p: cases.Projection, rows: int) -> list[GemmConfig]:
     return [GemmConfig(tile_m=high, tile_n=wide) for high, wide in sizes]
 
 
-def _tiles(p: cases.Projection, rows: int) -> list[GemmConfig]:
-    tile = GemmConfig
-    if rows <= 64:
-        narrow = tile(tile_m=64, tile_n=64, consumers=1, shared_waves=0)
-        return [narrow, dataclasses.replace(narrow, tile_k=128), tile(tile_m=64, tile_n=128, split="n", shared_waves=0)]
-    if rows <= 128:
-        pair = tile(tile_m=64, tile_n=128, split="n", cluster=2, shared_waves=0)
-        return [pair, dataclasses.replace(pair, cluster=1), tile(tile_m=128, tile_n=64, shared_waves=0)]
-    wide = tile(tile_m=128, tile_n=128 if p.swiglu else 256, cluster=2)
-    if p.swiglu:
-        return [wide, dataclasses.replace(wide, cluster=1), tile(tile_m=256, tile_n=64)]
-    if rows <= 256:
-        return [tile(tile_m=128, tile_n=128, cluster=2), tile(tile_m=128, tile_n=128), tile(tile_m=128, tile_n=192)]
-    others = [(256, 192)] if rows >= 2048 else [(128, 192), (128, 128)]
-    return [wide, tile(tile_m=256, tile_n=128), *(tile(tile_m=high, tile_n=columns) for high, columns in others)]
+def _with_clusters(tile: GemmConfig, p: cases.Projection, m: int, clusters: bool) -> list[GemmConfig]:
+    """The tile alone, with long steps if it is low, and in the clusters that are of use."""
+    found = [tile]
+    if tile.tile_m == 64 and tile.tile_n < 256:
+        found.append(dataclasses.replace(tile, tile_k=128))
+    if clusters and 2 * tile.tile_m <= m and tile.tile_m < 256:  # columns of B are what a cluster saves
+        found.append(dataclasses.replace(tile, cluster=2))
+    number = _mosaic.cdiv(m, tile.tile_m) * _mosaic.cdiv(p.n, tile.tile_n)
+    along_k = [c for c, fit in _CLUSTERS.items() if clusters and number <= fit]
+    return [*found, *(dataclasses.replace(tile, cluster=c, cluster_along="k") for c in along_k)]
 
 
 def _distinct_cuts(tile: GemmConfig, p: cases.Projection, m: int, num_sms: int) -> list[GemmConfig]:
-    """`tile` with each of `_FIXUP_STEPS`, without those that come to the same schedule."""
-    m_tiles, n_tiles = _mosaic.cdiv(m, tile.tile_m * tile.cluster), _mosaic.cdiv(p.n, tile.tile_n)
+    """`tile` whole and cut, without those that come to the same schedule."""
+    m_tiles, n_tiles = _mosaic.cdiv(m, tile.segment_m), _mosaic.cdiv(p.n, tile.tile_n)
     k_steps = _mosaic.cdiv(p.k, tile.tile_k)
     found: dict[bytes, GemmConfig] = {}
-    for steps in _FIXUP_STEPS:
-        config = dataclasses.replace(tile, fixup_steps=steps)
+    for config in _gemm_cost.cuts(tile):
         found.setdefault(schedule(m_tiles, n_tiles, k_steps, num_sms // tile.cluster, config).tobytes(), config)
     return list(found.values())
 
 
-def jobs(kernel: str, num_sms: int, rows: Sequence[int], names: str) -> list[cases.Job]:
-    projections = [p for p in (cases.EXPERTS if kernel == "grouped_gemm" else cases.PROJECTIONS) if names in p.name]
-    return [
-        cases.Job(p, m, (cases.Variant(cases.BASELINE[kernel]), *_variants(p, m, num_sms)), cases.SKEWS[kernel][0])
-        for m, p in itertools.product(rows or cases.ROWS[kernel], projections)
-    ]
-
-
-def _variants(p: cases.Projection, m: int, num_sms: int) -> Iterator[cases.Variant]:
-    for config in candidates(p, m, num_sms):
-        yield cases.Variant(describe(config), num_sms, config)
+def jobs(kernel: str, num_sms: Sequence[int], rows: Sequence[int], names: str, *, all_sms: int) -> list[cases.Job]:
+    """Every shape on each number of SMs; clusters are tried on all SMs of the device only."""
+    projections = cases.selected(cases.EXPERTS if kernel == "grouped_gemm" else cases.PROJECTIONS, names)
+    found = []
+    for sms, m, p in itertools.product(num_sms, rows or cases.ROWS[kernel], projections):
+        variants = [cases.Variant(describe(c), sms, c) for c in candidates(p, m, sms, clusters=sms == all_sms)]
+        found.append(cases.Job(p, m, (cases.Variant(cases.BASELINE[kernel]), *variants), cases.SKEWS[kernel][0]))
+    return found
 
 
 def describe(config: GemmConfig) -> str:
@@ -104,6 +107,7 @@ def best_entry(job: cases.Job, seconds: dict[str, Any]) -> dict[str, Any] | None
         "n": p.n,
         "k": p.k,
         "swiglu": p.swiglu,
+        "num_sms": best.num_sms,
         "config": {name: value for name, value in dataclasses.asdict(best.config or best).items()},
         "us": round(1e6 * seconds[best.name], 2),
         "baseline_us": round(1e6 * theirs, 2) if isinstance(theirs, float) else None,
@@ -111,10 +115,10 @@ def best_entry(job: cases.Job, seconds: dict[str, Any]) -> dict[str, Any] | None
 
 
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New entries replace old ones of the same shape; in order of shape."""
+    """New entries replace old ones of the same shape and number of SMs; in order of shape."""
 
     def shape(e: dict[str, Any]) -> tuple[Any, ...]:
-        return (e["n"], e["k"], e["swiglu"], e["m"])
+        return (e["n"], e["k"], e["swiglu"], e["m"], e["num_sms"])
 
     by_shape = {shape(e): e for e in (*old, *new)}
     return [by_shape[key] for key in sorted(by_shape)]
@@ -123,9 +127,11 @@ def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernels", nargs="*", help="gemm, grouped_gemm; both without this")
+    parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=())
-    parser.add_argument("--names", default="", help="only projections whose name contains this")
+    parser.add_argument("--names", default="", help="only projections whose name contains one of these, comma-separated")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which nothing new is begun")
     parser.add_argument("--out", type=pathlib.Path, help="table to extend; the package's own without this")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.kernels) - set(cases.ROWS))
@@ -138,12 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.kind not in _tuning.TABLES:
         parser.error(f"no table is kept for {device.kind!r}; there are tables for {', '.join(_tuning.TABLES)}")
     out = options.out or pathlib.Path(__file__).parent / "tunings" / _tuning.TABLES[device.kind]
+    end = time.monotonic() + options.time_limit
     for kernel in options.kernels or cases.ROWS:
-        for job, seconds in cases.measure(jobs(kernel, device.num_sms, options.rows, options.names), workers=options.workers):
-            print(report(job, seconds), flush=True)
-            entry = best_entry(job, seconds)
-            if entry is not None:
-                _save(out, kernel, entry)  # at once: an interrupted run keeps what it found
+        found = jobs(kernel, options.num_sms or [device.num_sms], options.rows, options.names, all_sms=device.num_sms)
+        # Measuring a shape takes a fraction of the time of compiling its variants.
+        compile_seconds = 0.7 * (end - time.monotonic())
+        with contextlib.closing(cases.measure(found, workers=options.workers, compile_seconds=compile_seconds)) as measured:
+            for job, seconds in measured:
+                print(report(job, seconds), flush=True)
+                entry = best_entry(job, seconds)
+                if entry is not None:
+                    _save(out, kernel, entry)  # at once: an interrupted run keeps what it found
+                if time.monotonic() > end:
+                    break
 
 
 def report(job: cases.Job, seconds: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from pallas_kernels import _mosaic
-from pallas_kernels.bench import timing
+from pallas_kernels.bench import power, timing
 
 # Each module has `benchmark(kernel, num_sms, ...) -> rows`.
 MODULES = {
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; all of them without this")
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
-    parser.add_argument("--names", default="", help="GEMMs: only projections whose name contains this")
+    parser.add_argument("--names", default="", help="only cases whose name contains one of these, comma-separated")
     parser.add_argument("--workers", type=int, default=12, help="GEMMs: processes that compile")
     parser.add_argument("--sustained", action="store_true", help="also run a second or more at the power limit: joules")
     options = parser.parse_args(arguments)
@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _mosaic.UnsupportedDeviceError as error:
         parser.error(str(error))
     num_sms = options.num_sms or [device.num_sms]
+    facts: dict[str, object] = {"command": " ".join(sys.argv[1:]), "inputs": "random normal bfloat16"}
+    if options.sustained:
+        facts["idle_watts"] = power.idle_watts()
+        print(f"idle: {facts['idle_watts']:.0f} W")
     rows = []
     print(timing.header())
     for kernel in options.kernels or MODULES:
@@ -55,16 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(row)
     for kernel, ratio in _means(rows):
         print(f"{kernel}: geometric mean of baseline time over kernel time {ratio:.3f}")
-    print(timing.json_line(rows, command=" ".join(sys.argv[1:]), inputs="random normal bfloat16"))
+    print(timing.json_line(rows, **facts))
 
 
 def _benchmark(kernel: str, num_sms: Sequence[int], options: argparse.Namespace) -> Iterator[timing.Row]:
     benchmark = importlib.import_module(MODULES[kernel]).benchmark
-    if not kernel.endswith("gemm"):
-        return benchmark(kernel, num_sms, sustained=options.sustained)
-    return benchmark(
-        kernel, num_sms, rows=options.rows, names=options.names, sustained=options.sustained, workers=options.workers
-    )
+    wanted = {"names": options.names, "sustained": options.sustained}
+    if kernel.endswith("gemm"):
+        wanted |= {"rows": options.rows, "workers": options.workers}
+    return benchmark(kernel, num_sms, **wanted)
 
 
 def _means(rows: Sequence[timing.Row]) -> Iterator[tuple[str, float]]:

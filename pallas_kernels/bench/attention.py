@@ -56,6 +56,16 @@ class Prefill:
         return 4.0 * self.kv_heads * self.group * self.head_dim * pairs
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Append:
+    name: str
+    tokens: int
+    kv_heads: int = 8
+    group: int = 4
+    page_size: int = 64
+    head_dim: int = 128
+
+
 DECODE = (
     Decode(name="8b 512 x 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64),
     Decode(name="8b 512 x exp 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64, ragged=True),
@@ -70,11 +80,16 @@ PREFILL = (
     Prefill(name="8b 8192 of 8192", chunk=8192, kv_len=8192, kv_heads=8, group=4, page_size=64),
     Prefill(name="8b 2048 of 2048", chunk=2048, kv_len=2048, kv_heads=8, group=4, page_size=64),
 )
-APPEND_TOKENS = (512, 2048)
+APPEND = (Append(name="8b 512 tokens", tokens=512), Append(name="8b 2048 tokens", tokens=2048))
 
 
-def benchmark(kernel: str, num_sms: Sequence[int], *, sustained: bool = False) -> Iterator[timing.Row]:
-    yield from {"decode_attention": _decode, "prefill_attention": _prefill, "append_kv": _append}[kernel](num_sms, sustained)
+def benchmark(kernel: str, num_sms: Sequence[int], *, names: str = "", sustained: bool = False) -> Iterator[timing.Row]:
+    """`names` keeps the cases whose name contains one of them."""
+    cases = {"decode_attention": DECODE, "prefill_attention": PREFILL, "append_kv": APPEND}[kernel]
+    run = {"decode_attention": _decode, "prefill_attention": _prefill, "append_kv": _append}[kernel]
+    for case in cases:
+        if any(name in case.name for name in names.split(",")):
+            yield from run(case, num_sms, sustained)
 
 
 def _normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -103,72 +118,61 @@ def _sustained(f: Any, inputs: timing.Inputs, wanted: bool) -> timing.Sustained 
     return timing.sustained(f, [inputs]) if wanted else None
 
 
-def _decode(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
-    for case in DECODE:
-        kv_lens = case.kv_lens()
-        K, G, H = case.kv_heads, case.group, case.head_dim
-        q = _normal(0, (case.rows, K, G, H))
-        inputs = (q, *_paged(kv_lens, K, case.page_size, H), jnp.asarray(kv_lens))
-        baseline = {}
-        if not case.ragged:
-            shape = (case.rows, case.mean_kv_len, K, H)
-            dense = (q.reshape(case.rows, 1, K * G, H), _normal(4, shape), _normal(5, shape))
-            seconds = _seconds(functools.partial(_cudnn, causal=False), dense)
-            baseline = {"baseline": "cuDNN", "baseline_seconds": seconds}
-            del dense
-        for n in num_sms:
-            f = functools.partial(decode_attention, num_sms=n)
-            yield timing.Row(
-                kernel="decode_attention",
-                case=f"{case.name} page {case.page_size}",
-                num_sms=n,
-                seconds=_seconds(f, inputs),
-                flops=4.0 * K * G * H * float(kv_lens.sum()),
-                hbm_bytes=4.0 * K * H * float(kv_lens.sum()),
-                sustained=_sustained(f, inputs, sustained),
-                **baseline,
-            )
+def _decode(case: Decode, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+    kv_lens = case.kv_lens()
+    K, G, H = case.kv_heads, case.group, case.head_dim
+    q = _normal(0, (case.rows, K, G, H))
+    inputs = (q, *_paged(kv_lens, K, case.page_size, H), jnp.asarray(kv_lens))
+    baseline = {}
+    if not case.ragged:
+        shape = (case.rows, case.mean_kv_len, K, H)
+        dense = (q.reshape(case.rows, 1, K * G, H), _normal(4, shape), _normal(5, shape))
+        seconds = _seconds(functools.partial(_cudnn, causal=False), dense)
+        baseline = {"baseline": "cuDNN", "baseline_seconds": seconds}
+        del dense
+    for n in num_sms:
+        f = functools.partial(decode_attention, num_sms=n)
+        yield timing.Row(
+            kernel="decode_attention",
+            case=f"{case.name} page {case.page_size}",
+            num_sms=n,
+            seconds=_seconds(f, inputs),
+            flops=4.0 * K * G * H * float(kv_lens.sum()),
+            hbm_bytes=4.0 * K * H * float(kv_lens.sum()),
+            sustained=_sustained(f, inputs, sustained),
+            **baseline,
+        )
 
 
-def _prefill(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
-    for case in PREFILL:
-        T, K, G, H = case.chunk, case.kv_heads, case.group, case.head_dim
-        q = _normal(0, (T, K, G, H))
-        pages = _paged(np.asarray([case.kv_len]), K, case.page_size, H)
-        inputs = (q, *pages, *(jnp.asarray([x], jnp.int32) for x in (case.kv_len, 0, T)))
-        shape = (1, case.kv_len, K, H)
-        causal = case.kv_len == T
-        dense = (q.reshape(1, T, K * G, H), _normal(4, shape), _normal(5, shape))
-        seconds = _seconds(functools.partial(_cudnn, causal=causal), dense)
-        if not causal:
-            seconds *= case.flops / (4.0 * K * G * H * T * case.kv_len)
-        for n in num_sms:
-            f = functools.partial(prefill_attention, num_sms=n)
-            yield timing.Row(
-                kernel="prefill_attention",
-                case=f"{case.name} page {case.page_size}",
-                num_sms=n,
-                seconds=_seconds(f, inputs),
-                flops=case.flops,
-                hbm_bytes=4.0 * K * H * case.kv_len,
-                baseline="cuDNN causal" if causal else "cuDNN scaled",
-                baseline_seconds=seconds,
-                sustained=_sustained(f, inputs, sustained),
-            )
+def _prefill(case: Prefill, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+    T, K, G, H = case.chunk, case.kv_heads, case.group, case.head_dim
+    q = _normal(0, (T, K, G, H))
+    pages = _paged(np.asarray([case.kv_len]), K, case.page_size, H)
+    inputs = (q, *pages, *(jnp.asarray([x], jnp.int32) for x in (case.kv_len, 0, T)))
+    shape = (1, case.kv_len, K, H)
+    causal = case.kv_len == T
+    dense = (q.reshape(1, T, K * G, H), _normal(4, shape), _normal(5, shape))
+    seconds = _seconds(functools.partial(_cudnn, causal=causal), dense)
+    if not causal:
+        seconds *= case.flops / (4.0 * K * G * H * T * case.kv_len)
+    for n in num_sms:
+        f = functools.partial(prefill_attention, num_sms=n)
+        yield timing.Row(
+            kernel="prefill_attention",
+            case=f"{case.name} page {case.page_size}",
+            num_sms=n,
+            seconds=_seconds(f, inputs),
+            flops=case.flops,
+            hbm_bytes=4.0 * K * H * case.kv_len,
+            baseline="cuDNN causal" if causal else "cuDNN scaled",
+            baseline_seconds=seconds,
+            sustained=_sustained(f, inputs, sustained),
+        )
 
 
-def _append(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
+def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
     """A call is a series of appends to one pool, as layer after layer does it: the pool's first copy is small beside them."""
-    K, G, H, page_size, series = 8, 4, 128, 64, 12
-
-    def appends(qkv: jax.Array, cos: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> Any:
-        queries = []
-        for i in range(series):
-            q, _, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms[0])
-            # One append after the other, none merged with the next.
-            q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
-            queries.append(q)
-        return queries, k_pages, v_pages
+    T, K, G, H, series = case.tokens, case.kv_heads, case.group, case.head_dim, 12
 
     def passes(x: jax.Array) -> list[jax.Array]:
         out = []
@@ -177,19 +181,32 @@ def _append(num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
             out.append(y)
         return out
 
-    for T in APPEND_TOKENS:
-        pool = (2 * T // page_size, K, page_size, H)
-        qkv = _normal(0, (series, T, K, G + 2, H))
-        slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
-        inputs = (qkv, _normal(1, (T, H // 2), jnp.float32), slots, _normal(2, pool), _normal(3, pool))
-        seconds = timing.device_seconds({"f": appends}, [inputs])["f"] / series
+    pool = (2 * T // case.page_size, K, case.page_size, H)
+    qkv = _normal(0, (series, T, K, G + 2, H))
+    slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
+    inputs = (qkv, _normal(1, (T, H // 2), jnp.float32), slots, _normal(2, pool), _normal(3, pool))
+    stream = timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series
+    for n in num_sms:
+        f = functools.partial(_appends, series, n)
         yield timing.Row(
             kernel="append_kv",
-            case=f"8b {T} tokens (XLA)",
-            num_sms=0,
-            seconds=seconds,
+            case=case.name,
+            num_sms=n,
+            seconds=timing.device_seconds({"f": f}, [inputs])["f"] / series,
             hbm_bytes=2.0 * qkv[0].nbytes,
             baseline="stream",
-            baseline_seconds=timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series,
-            sustained=_sustained(appends, inputs, sustained),
+            baseline_seconds=stream,
+            sustained=_sustained(f, inputs, sustained),
         )
+
+
+def _appends(
+    series: int, num_sms: int, qkv: jax.Array, cos: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array
+) -> Any:
+    queries = []
+    for i in range(series):
+        q, _, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms)
+        # One append after the other, none merged with the next.
+        q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
+        queries.append(q)
+    return queries, k_pages, v_pages

@@ -20,6 +20,8 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 ROWS = {"gemm": (64, 128, 256, 512, 1024, 2048, 4096), "grouped_gemm": (256, 1024, 4096)}
 SKEWS = {"gemm": ((),), "grouped_gemm": ((1,) * 8, (4,) * 4 + (1,) * 4)}
 BASELINE = {"gemm": "cublas", "grouped_gemm": "lax.ragged_dot"}
+# At least so long a chain: the host takes some 0.1 ms to launch one.
+_CHAIN_SECONDS = 0.4e-3
 # XLA would also try its Triton kernels; the figure beside ours is cuBLAS's own.
 _OPTIONS = {"cublas": {"xla_gpu_enable_triton_gemm": False}, "lax.ragged_dot": {}}
 
@@ -113,6 +115,11 @@ def group_sizes(m: int, skew: Sequence[int]) -> list[int]:
     return [high - low for low, high in itertools.pairwise(bounds)]
 
 
+def selected(projections: Sequence[Projection], names: str) -> list[Projection]:
+    """Those whose name contains one of the comma-separated `names`."""
+    return [p for p in projections if any(name in p.name for name in names.split(","))]
+
+
 def benchmark(
     kernel: str,
     num_sms: Sequence[int],
@@ -124,10 +131,10 @@ def benchmark(
 ) -> Iterator[timing.Row]:
     """`kernel` ("gemm" or "grouped_gemm") as tuned, on each number of SMs, beside its baseline.
 
-    `rows` replaces the usual numbers of rows, `names` keeps projections whose name contains it. With `sustained`, a case that
-    runs a quarter of a millisecond or longer is repeated for a second and a half at the power limit, and so is the baseline.
+    `rows` replaces the usual numbers of rows, `names` keeps projections whose name contains one of them. With `sustained`, a
+    case that runs a quarter of a millisecond or longer is repeated for some seconds at the power limit, and so is the baseline.
     """
-    projections = [p for p in (EXPERTS if kernel == "grouped_gemm" else PROJECTIONS) if names in p.name]
+    projections = selected(EXPERTS if kernel == "grouped_gemm" else PROJECTIONS, names)
     variants = (Variant(BASELINE[kernel]), *(Variant(str(n), n) for n in num_sms))
     jobs = [Job(p, m, variants, skew) for m in rows or ROWS[kernel] for p in projections for skew in SKEWS[kernel]]
     for job, seconds in measure(jobs, workers=workers):
@@ -172,13 +179,19 @@ class _Prepared:
 def _prepare(job: Job, quiet: AbstractContextManager[Any]) -> _Prepared:
     """Compiles everything. A baseline picks its algorithm by timing candidates, so it is compiled while the device is quiet."""
     prepared = _Prepared({}, {}, jax.jit(functools.partial(_inputs, job)).lower().compile())
+    p = job.projection
+    roofline = max(p.flops(job.m) / timing.PEAK_FLOPS, p.hbm_bytes(job.m) / timing.PEAK_BYTES_PER_S)
+    calls = max(8, min(32, round(_CHAIN_SECONDS / roofline)))
     for v in job.variants:
         try:
             if v.name in _OPTIONS:
                 with quiet:
-                    prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job), compiler_options=_OPTIONS[v.name])
+                    options = _OPTIONS[v.name]
+                    prepared.chains[v.name] = timing.chain(
+                        _function(job, v), _shapes(job), calls=calls, compiler_options=options
+                    )
             else:
-                prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job))
+                prepared.chains[v.name] = timing.chain(_function(job, v), _shapes(job), calls=calls)
         except Exception as error:  # a configuration that does not compile is a result too
             prepared.errors[v.name] = f"{type(error).__name__}: {str(error)[:200]}"
     return prepared

@@ -3,8 +3,9 @@
 A measurement runs a *chain*: one compiled program that calls the function `calls` times in a row, each call on the next of
 several input sets (together larger than the L2 cache, so weights and pages come from HBM) and each after the one before. Chains
 are launched back to back, several deep, and the time of a call is the whole time divided by all calls: it holds everything a
-call launches, memory clearing and gaps included, and of the host only the first launch. Functions under comparison take turns,
-so that clock and temperature drift hit all of them. The host must be idle otherwise, or it falls behind the device.
+call launches, memory clearing and gaps included, and of the host only the first launch, some 0.1 ms of a turn. Functions
+under comparison take turns, so that clock and temperature drift hit all of them. The host must be idle otherwise, or it falls
+behind the device.
 """
 
 import dataclasses
@@ -12,8 +13,6 @@ import functools
 import json
 import math
 import statistics
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -21,6 +20,8 @@ from typing import Any
 
 import jax
 from jax import lax
+
+from pallas_kernels.bench import power
 
 L2_BYTES = 60e6
 """Upper bound of the L2 cache of a Hopper GPU."""
@@ -116,13 +117,13 @@ def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequenc
 
 
 def take_turns(
-    chains: Mapping[str, Chain], input_sets: Sequence[Inputs], *, rep_seconds: float = 6e-3, reps: int = 5
+    chains: Mapping[str, Chain], input_sets: Sequence[Inputs], *, rep_seconds: float = 12e-3, reps: int = 5
 ) -> dict[str, float]:
     """Median over `reps` of the seconds per call of each chain, all on the same inputs, one after the other in each rep."""
     launches = {}
     for name, c in chains.items():
         c.seconds(input_sets, 2)  # first use
-        launches[name] = min(64, max(2, round(rep_seconds / (c.seconds(input_sets, 2) * c.calls))))
+        launches[name] = max(3, round(rep_seconds / (c.seconds(input_sets, 4) * c.calls)))
     times: dict[str, list[float]] = {name: [] for name in chains}
     for _ in range(reps):
         for name, c in chains.items():
@@ -137,47 +138,23 @@ def device_seconds(
     return take_turns({name: chain(f, input_sets, calls=calls) for name, f in functions.items()}, input_sets, reps=reps)
 
 
-def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: float = 1.5, calls: int = 8) -> Sustained:
-    """Runs `f` for `seconds` without a pause; mean time, board power and SM clock of the last two thirds.
+def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: float = 1.8, calls: int = 8) -> Sustained:
+    """Runs `f` for `seconds` without a pause and looks at the last two thirds: mean time, board power and SM clock.
 
     Raises:
-      RuntimeError: nvidia-smi gave no reading.
+      PowerError: NVML has no energy counter for the GPU, or it did not move.
     """
     c = chain(f, input_sets, calls=calls)
     c.seconds(input_sets, 2)
-    launches = max(3, round(seconds / (c.seconds(input_sets, 4) * calls)))
-    c.seconds(input_sets, launches // 3)
-    readings: list[tuple[float, float]] = []
-    with _nvidia_smi(readings):
-        per_call = c.seconds(input_sets, launches - launches // 3)
-    if not readings:
-        raise RuntimeError("nvidia-smi gave no power reading during the run")
-    watts, mhz = (statistics.mean(column) for column in zip(*readings, strict=True))
+    launches = max(6, round(seconds / (c.seconds(input_sets, 4) * calls)))
+    warm_up = launches // 3
+    with power.Readings() as readings:
+        c.seconds(input_sets, warm_up)
+        start = time.monotonic()
+        per_call = c.seconds(input_sets, launches - warm_up)
+        end = time.monotonic()
+    watts, mhz = readings.means(start, end)
     return Sustained(seconds=per_call, watts=watts, sm_mhz=mhz)
-
-
-class _nvidia_smi:  # noqa: N801 (a context manager reads as a function)
-    """Appends (watts, SM MHz) of the first GPU to `readings` every 50 ms inside the context."""
-
-    def __init__(self, readings: list[tuple[float, float]]) -> None:
-        self.readings = readings
-
-    def __enter__(self) -> None:
-        query = "nvidia-smi -i 0 --query-gpu=power.draw.instant,clocks.sm --format=csv,noheader,nounits -lms 50"
-        self.process = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
-        self.thread = threading.Thread(target=self._read)
-        self.thread.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            watts, mhz = (float(field) for field in line.split(","))
-            self.readings.append((watts, mhz))
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait()
-        self.thread.join()
 
 
 @functools.cache

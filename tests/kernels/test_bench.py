@@ -13,7 +13,7 @@ from pallas_kernels import tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
 from pallas_kernels.bench import gemm as cases
-from pallas_kernels.bench import parallel, timing
+from pallas_kernels.bench import parallel, power, timing
 
 
 def test_chain_computes_every_call():
@@ -71,12 +71,13 @@ def test_group_sizes_add_up():
 
 @pytest.mark.parametrize("kernel", list(cases.ROWS))
 def test_candidates_fit_and_have_names_of_their_own(kernel):
-    for job in tune.jobs(kernel, 132, (), ""):
+    for job in tune.jobs(kernel, (132, 100), (), "", all_sms=132):
         names = [v.name for v in job.variants]
         assert len(set(names)) == len(names) >= 2
         for v in job.variants[1:]:
             assert v.config is not None
             assert v.config.stages(job.projection.swiglu) >= 2
+            assert v.num_sms == 132 or v.config.cluster == 1
 
 
 def test_table_keeps_the_fastest_that_ran():
@@ -108,6 +109,18 @@ def test_rows_print_with_and_without_baseline():
     assert "0.50" in full
     assert "2.10 pJ/FLOP" in full
     assert json.loads(timing.json_line([row, beside], command="x"))["command"] == "x"
+
+
+def test_power_is_taken_between_steps_of_the_counter():
+    assert power.mean_power([(1.0, 500.0), (1.1, 560.0), (1.5, 800.0)]) == pytest.approx(600.0)
+    with pytest.raises(power.PowerError, match="moved 1 times"):
+        power.mean_power([(1.0, 500.0)])
+
+
+def test_names_select_projections():
+    found = cases.selected(cases.PROJECTIONS, "8b gate_up,70b/8 o")
+    assert [p.name for p in found] == ["8b gate_up", "70b/8 o"]
+    assert cases.selected(cases.PROJECTIONS, "") == list(cases.PROJECTIONS)
 
 
 @pytest.mark.parametrize("main", [command.main, tune.main])
