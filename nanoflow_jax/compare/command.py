@@ -154,7 +154,6 @@ def _measure_row(
     except TimeoutError:
         return {"error": f"not started: it was still compiling when the time limit of {args.time_limit:g} s passed"}
     except Exception as error:
-        bench.refill_pool()
         return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
     row["compile_s"] = {str(depth): round(one.seconds, 2) for depth, one in compiled.items()}
     row["beside_compiles"] = others
@@ -166,6 +165,7 @@ def _measured(
     bench: Bench, variant: Variant, compiled: dict[int, Compiled], optimal: dict[str, Any], args: argparse.Namespace, out: Path
 ) -> report.Row:
     progress(f"measuring {variant.label}")
+    bench.fill_pool()
     timings = {depth: bench.time(one.run, depth, args.seconds) for depth, one in compiled.items()}
     row = report.figures(bench.setup, timings, optimal["tokens_per_s_per_gpu"])
     with contextlib.ExitStack() as stack:
@@ -262,6 +262,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.tp = args.tp or 1
     if args.keep_xplane and args.out is None:
         parser.error("--keep-xplane needs --out")
+    if args.time_limit is not None and args.time_limit <= 0:
+        parser.error(f"--time-limit {args.time_limit} must be positive")
     if args.compile_threads < 1:
         parser.error(f"--compile-threads {args.compile_threads} must be positive")
     return args

@@ -25,7 +25,7 @@ from nanoflow_jax.compare.steady import Workload, steady_batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.runner import ExecutionMode, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
-from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache
+from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder, build_decoder
 from nanoflow_jax.parallel import make_mesh, parallel_layout
 from nanoflow_jax.plan import PipelinePlan
@@ -122,29 +122,27 @@ class Bench:
             config, self.layout, self.mesh, graph, shape, plan=None if variant.mode == "sequential" else plan,
             mode=variant.mode, kernels=variant.kernels, num_sms=plan.num_sms, on_gpu=self.on_gpu,
         )  # fmt: skip
-        pages: Any = jax.ShapeDtypeStruct(
-            (self._num_pages, self.layout.num_kv_heads, self.setup.page_size, config.head_dim),
-            self.setup.dtype,
-            sharding=NamedSharding(self.mesh, KV_PARTITION),
-        )
-        cache = KVCache([pages] * num_layers, [pages] * num_layers)
+        cache = KVCache([self._page_struct()] * num_layers, [self._page_struct()] * num_layers)
         return step.lower(weights, cache, self._integers(shape.num_tokens), self._integers(packed_size(shape)))
 
     def fill(self) -> None:
-        """Puts weights, pool and batch on the devices."""
-        setup, depth = self.setup, max(self.setup.depths)
-        self._parameters = random_parameters(setup.at(depth), self.layout, self.mesh, setup.dtype, seed=0)
-        self.refill_pool()
+        """Puts weights and batch on the devices."""
+        config = self.setup.at(max(self.setup.depths))
+        self._parameters = random_parameters(config, self.layout, self.mesh, self.setup.dtype, seed=0)
         self._last_tokens = jax.device_put(np.zeros(self.batch.shape.num_tokens, np.int32), self._replicated)
         self._packed = jax.device_put(pack(self.batch), self._replicated)
+        page = self._page_struct()
+        self._make_pages = jax.jit(lambda key: jax.random.normal(key, page.shape, page.dtype), out_shardings=page.sharding)
 
-    def refill_pool(self) -> None:
-        """A pool of zeros in the place of what there was: a step that failed has taken it along."""
-        setup = self.setup
-        self._cache = create_kv_cache(
-            setup.at(max(setup.depths)), self.layout, self.mesh, num_pages=self._num_pages, page_size=setup.page_size,
-            dtype=setup.dtype,
-        )  # fmt: skip
+    def fill_pool(self) -> None:
+        """A fresh pool of normal values, before each mode: a step that failed has taken the last one along.
+
+        Not zeros: arithmetic on zeros draws so little power that the clock would not fall.
+        """
+        self._cache = KVCache([], [])
+        depth = max(self.setup.depths)
+        pages = [self._make_pages(key) for key in jax.random.split(jax.random.key(0), 2 * depth)]
+        self._cache = KVCache(pages[:depth], pages[depth:])
 
     def steps(self, run: Any, num_layers: int, count: int) -> float:
         """Seconds per step over `count` of them, one behind the other as in the engine."""
@@ -182,6 +180,10 @@ class Bench:
         beyond = tuple(f"layers.{i}." for i in range(num_layers, max(self.setup.depths)))
         arrays = {path: array for path, array in self._parameters.items() if not (beyond and path.startswith(beyond))}
         return nnx.split(build_decoder(self.setup.at(num_layers), self.layout, arrays))[1]
+
+    def _page_struct(self) -> Any:
+        shape = (self._num_pages, self.layout.num_kv_heads, self.setup.page_size, self.setup.config.head_dim)
+        return jax.ShapeDtypeStruct(shape, self.setup.dtype, sharding=NamedSharding(self.mesh, KV_PARTITION))
 
     def _integers(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._replicated)

@@ -24,7 +24,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "o_all_gather": ("collective",),
     "o_all_reduce": ("collective",),
     "ffn_all_reduce": ("collective",),
-    "logits": ("gemm",),
+    "embed": ("collective",),
+    "logits": ("gemm", "collective"),
 }
 
 
@@ -43,13 +44,14 @@ class Label:
 def sequential_order(config: ModelConfig, layout: ParallelLayout) -> list[Label]:
     """What a sequential step issues."""
     names = layer_operations(config, layout)
-    return [Label(name, layer) for layer in range(config.num_layers) for name in names] + [Label("logits")]
+    layers = [Label(name, layer) for layer in range(config.num_layers) for name in names]
+    return [Label("embed"), *layers, Label("logits")]
 
 
 def planned_order(plan: PipelinePlan, num_layers: int) -> list[Label]:
     """What a step by the plan issues."""
     nano = [Label(placed.nano.operation, placed.layer, placed.nano.nano_batch) for placed in in_order(plan, num_layers)]
-    return [*nano, Label("logits")]
+    return [Label("embed"), *nano, Label("logits")]
 
 
 def label_events(events: Sequence[Event], order: Sequence[Label], steps: int) -> dict[Event, Label]:

@@ -5,93 +5,118 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from nanoflow_jax.compare.trace import resources
 from nanoflow_jax.plan import Resource
 
-# The streams of executor.streams.
-_RESOURCE_OF_STREAM = {"5": Resource.COMPUTE, "6": Resource.MEMORY}
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+# The opcode is the first word with an opening bracket behind the result's type.
+_WORK = re.compile(rf"[\s)}}\]]((?:call|async|{_COLLECTIVES})(?:-start|-done)?|custom-call|fusion)\(%?([^\s,)]*)")
+_CALLED = re.compile(r"(?:calls|to_apply|called_computations=\{)=?%?([\w.\-]+)")
+_KERNEL = re.compile(r'\w+_mosaic_gpu|custom_call_target="(?!mosaic_gpu)[^"]+"|^\s*(?:ROOT )?%?\w*gemm_fusion\w*')
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A start or an end of asynchronous work, or work that blocks the main stream."""
+    """A start or an end of asynchronous work, or work on the main stream."""
 
     name: str
     what: Literal["start", "done", "blocking"]
-    resource: Resource
+    resources: frozenset[Resource]
     started: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Asynchronous work and collectives in the order in which XLA issues them."""
+    """GEMMs, attention and collectives in the order in which XLA issues them."""
 
     entries: tuple[Entry, ...]
 
     def together(self, a: Resource, b: Resource) -> int:
         """How often work of one resource was issued while the other's was under way."""
-        return sum(b in under_way if entry.resource is a else a in under_way for entry, under_way in self._issues((a, b)))
+        pair = {a, b}
+        return sum(pair <= entry.resources or bool((pair - entry.resources) & beside) for entry, beside in self._issues(pair))
 
     def apart(self, a: Resource, b: Resource) -> list[str]:
         """What this schedule says about two resources that never met; empty if it would let them meet."""
         if self.together(a, b):
             return []
-        counts = {r: {what: 0 for what in ("start", "blocking")} for r in (a, b)}
-        for entry in self.entries:
-            if entry.resource in counts and entry.what != "done":
-                counts[entry.resource][entry.what] += 1
-        told = [
-            f"{n['start']} asynchronous and {n['blocking']} blocking pieces of {r}"
-            for r, n in counts.items()
-            if any(n.values())
-        ]
-        if len(told) < 2:
-            missing = [str(r) for r, n in counts.items() if not any(n.values())]
-            return [f"XLA's schedule puts no {' or '.join(missing)} on a stream of its own"]
-        awaited = self._first_wait(a, b)
-        return [f"XLA's schedule has {' and '.join(told)} and never both in flight{awaited}"]
+        counts = {
+            resource: [sum(e.what == what and resource in e.resources for e in self.entries) for what in ("start", "blocking")]
+            for resource in (a, b)
+        }
+        told = [f"{starts} asynchronous and {blocking} blocking pieces of {r}" for r, (starts, blocking) in counts.items()]
+        return [f"XLA's schedule has {' and '.join(told)} and never both in flight{self._first_wait(a, b)}"]
 
-    def _issues(self, of: tuple[Resource, Resource]) -> Iterator[tuple[Entry, set[Resource]]]:
-        """Each piece of work of these resources when it is issued, with the resources then under way."""
-        open_work: dict[str, Resource] = {}
+    def _issues(self, of: set[Resource]) -> Iterator[tuple[Entry, set[Resource]]]:
+        """Each piece of work of these resources when it is issued, with the resources then under way beside it."""
+        open_work: dict[str, frozenset[Resource]] = {}
         for entry in self.entries:
             if entry.what == "done":
                 open_work.pop(entry.started, None)
                 continue
-            if entry.resource in of:
-                yield entry, set(open_work.values())
+            if entry.resources & of:
+                yield entry, set().union(*open_work.values())
             if entry.what == "start":
-                open_work[entry.name] = entry.resource
+                open_work[entry.name] = entry.resources
 
     def _first_wait(self, a: Resource, b: Resource) -> str:
+        """The first place where one is waited for and the other issued next."""
         last: Entry | None = None
         for entry in self.entries:
-            if entry.what == "done" and entry.resource in (a, b):
-                last = entry
-            elif last is not None and entry.resource in (a, b) and entry.resource is not last.resource:
-                return f": {last.name} awaits {last.resource} before {entry.name} issues {entry.resource}"
+            if not entry.resources & {a, b}:
+                continue
+            if last is not None and last.what == "done" and entry.what != "done" and not entry.resources & last.resources:
+                return f", as {last.name} waits for {_joined(last)} before {entry.name} issues {_joined(entry)}"
+            last = entry
         return ""
+
+
+def _joined(entry: Entry) -> str:
+    return " and ".join(sorted(entry.resources))
 
 
 def read_schedule(text: str) -> Schedule | None:
     """The schedule of `compiled.as_text()`; None if that is not a scheduled module."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         return None
-    body = text[text.find("\nENTRY ") :]
-    entries = []
-    for line in body.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?(\S+) = ", line)
-        # The opcode is the first word with an opening bracket behind the result's type.
-        opcode = re.search(r"[\s)}\]]((?:call|async|" + "|".join(_COLLECTIVES) + r")(?:-start|-done)?)\(%?([^\s,)]*)", line)
-        if match is None or opcode is None or opcode[1] in ("call", "async"):
+    held = _resources_of_computations(text)
+    entries: list[Entry] = []
+    of_start: dict[str, frozenset[Resource]] = {}
+    for line in text[text.find("\nENTRY ") :].splitlines():
+        name = re.match(r"\s*(?:ROOT )?%?(\S+) = ", line)
+        work = _WORK.search(line)
+        if name is None or work is None:
             continue
-        annotated = re.search(r'_xla_stream_annotation="(\d+)"', line)
-        communicates = opcode[1].startswith(_COLLECTIVES)
-        resource = Resource.NETWORK if communicates else _RESOURCE_OF_STREAM.get(annotated[1]) if annotated else None
-        if resource is None:
+        opcode, operand = work[1], work[2]
+        if opcode.endswith("-done"):
+            if of_start.get(operand):
+                entries.append(Entry(name[1], "done", of_start[operand], operand))
             continue
-        what: Literal["start", "done", "blocking"] = (
-            "start" if opcode[1].endswith("-start") else "done" if opcode[1].endswith("-done") else "blocking"
-        )
-        entries.append(Entry(match[1], what, resource, opcode[2] if what == "done" else ""))
+        found = frozenset({Resource.NETWORK}) if re.match(_COLLECTIVES, opcode) else _resources_of_line(line, held)
+        started = opcode.endswith("-start")
+        if started:
+            of_start[name[1]] = found
+        if found:
+            entries.append(Entry(name[1], "start" if started else "blocking", found))
     return Schedule(tuple(entries))
+
+
+def _resources_of_computations(text: str) -> dict[str, frozenset[Resource]]:
+    """What the kernels in each computation keep busy, those that it calls included. Callees come before callers."""
+    held: dict[str, frozenset[Resource]] = {}
+    current = ""
+    for line in text.splitlines():
+        if line.endswith("{") and (header := re.match(r"%?([\w.\-]+) \(", line)):
+            current = header[1]
+            held[current] = frozenset()
+        elif line == "}":
+            current = ""
+        elif current:
+            held[current] |= _resources_of_line(line, held)
+    return held
+
+
+def _resources_of_line(line: str, held: dict[str, frozenset[Resource]]) -> frozenset[Resource]:
+    own = (resource for kernel in _KERNEL.findall(line) for resource in resources(kernel))
+    called = (resource for callee in _CALLED.findall(line) for resource in held.get(callee, ()))
+    return frozenset((*own, *called))

@@ -1,40 +1,236 @@
 """The comparison of modes, end to end on a small model on a CPU."""
 
 import json
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from nanoflow_jax import compare
+from nanoflow_jax.compare import command, measure, report
+from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
+from nanoflow_jax.compare.steady import Workload, parse_workload, steady_batch
+from nanoflow_jax.config import preset
+from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
 from tests.executor.plans import random_plan
 from tests.model.test_golden import small_config
 
+SMALL = ("--layers", "2", "--fewer-layers", "1", "--page-size", "4", "--dtype", "float32", "--seconds", "0.01")
 
-def test_every_mode_is_measured_beside_the_others(monkeypatch, tmp_path, capsys) -> None:
+
+def small_plan(tp: int = 1) -> PipelinePlan:
+    partition = "none" if tp == 1 else "all_reduce"
     rng = np.random.default_rng(0)
-    plan = random_plan(rng, tp=1, moe=False, partition="none", b_dense=16, decode_tokens=8, tile=4, model="small")
-    monkeypatch.setattr(compare, "preset", lambda _: small_config())
-    monkeypatch.setattr(compare, "decode_plan", lambda _: plan)
+    return random_plan(rng, tp=tp, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=8, model="small")
+
+
+@pytest.fixture
+def plan_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "preset", lambda _: small_config())
     path = tmp_path / "plan.json"
-    path.write_bytes(b"{}")
-    compare.main([
-        "--plan", str(path), "--layers", "2", "--fewer-layers", "1", "--context", "9", "--prompt", "5", "--page-size", "4",
-        "--dtype", "float32", "--seconds", "0.01",
-    ])  # fmt: skip
-    lines = capsys.readouterr().out.splitlines()
-    report = json.loads(lines[-1])
-    assert list(report["modes"]) == [f"{mode} (reference)" for mode in ("sequential", "nano", "xla", "streams")]
-    assert all("error" not in times and times["step_ms"] > 0 for times in report["modes"].values())
+    path.write_bytes(encode(small_plan()))
+    return path
 
 
-def test_the_batch_is_the_plans_mix() -> None:
-    rng = np.random.default_rng(0)
-    plan = random_plan(rng, tp=1, moe=False, partition="none", b_dense=48, decode_tokens=13, tile=4)
-    batch, num_pages = compare.steady_batch(small_config(), plan, context=30, prompt=16, page_size=4)
+@pytest.fixture
+def light_steps(monkeypatch):
+    """Steps that do nothing, for what does not depend on what a step does."""
+
+    def step_function(*_, **__):
+        return jax.jit(lambda weights, cache, last_tokens, packed: (jnp.zeros(1), cache), donate_argnums=1)
+
+    monkeypatch.setattr(measure, "step_function", step_function)
+
+
+def test_every_mode_is_measured_beside_the_others(plan_file, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--out", str(out), "--keep-xplane", *SMALL]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.splitlines()[-1])
+    rows = {label: row for label, row in found["modes"].items() if label != "fused (reference)"}
+    assert list(rows) == [f"{mode} (reference)" for mode in ("sequential", "nano", "xla", "streams")]
+    for label, row in rows.items():
+        assert row["sustained"]["step_ms"] > 0
+        assert row["watts"] is None
+        # A CPU's profile has no streams, and the row says so.
+        assert "only /host:CPU" in row["overlap"]["unavailable"]
+        assert any(line.startswith(label) for line in captured.out.splitlines())
+        assert f"compiled {label}, 2 layers" in captured.err
+    assert json.loads((out / "report.json").read_text()) == found
+    assert len(list((out / "streams-reference-xplane").rglob("*.xplane.pb"))) == 2
+    assert found["optimal"]["tokens_per_s_per_gpu"] is None
+
+
+def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:
+    plan_file.write_bytes(encode(small_plan(tp=2)))
+    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "streams", *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["tp"] == 2
+    row = found["modes"]["streams (reference)"]
+    assert row["sustained"]["tokens_per_s_per_gpu"] == pytest.approx(16e3 / row["sustained"]["step_ms"] / 2)
+
+
+def test_a_mode_that_fails_leaves_the_others_their_turn(plan_file, light_steps, monkeypatch, capsys) -> None:
+    lower = measure.Bench.lower
+
+    def failing(self, variant, num_layers):
+        if variant.mode == "sequential":
+            raise NotImplementedError("no such kernel")
+        return lower(self, variant, num_layers)
+
+    monkeypatch.setattr(measure.Bench, "lower", failing)
+    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential,nano", *SMALL]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]
+    assert rows["sequential (reference)"] == {"error": "NotImplementedError: no such kernel"}
+    assert "error" not in rows["nano (reference)"]
+
+
+def test_a_step_that_fails_leaves_a_pool_to_the_next_mode(plan_file, light_steps, monkeypatch, capsys) -> None:
+    time = measure.Bench.time
+    failed = []
+
+    def failing(self, run, num_layers, seconds):
+        if not failed:
+            failed.append(True)
+            for pages in self._cache.k_pages:
+                pages.delete()
+            raise RuntimeError("out of memory")
+        return time(self, run, num_layers, seconds)
+
+    monkeypatch.setattr(measure.Bench, "time", failing)
+    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential,nano", *SMALL]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]
+    assert rows["sequential (reference)"] == {"error": "RuntimeError: out of memory"}
+    assert "error" not in rows["nano (reference)"]
+
+
+def test_no_mode_starts_after_the_time_limit(plan_file, light_steps, capsys) -> None:
+    line = ["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential", "--time-limit", "0.001", *SMALL]
+    assert command.main(line) == 1
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]
+    assert rows["sequential (reference)"] == {"error": "not started: the time limit of 0.001 s has passed"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--workload", "9:7"], "has decode_tokens=8, asked for 7"),
+        (["--workload", "8:8", "--tp", "2"], "has tp=1, asked for 2"),
+        (["--workload", "8:8", "--model", "llama3-8b"], "has model=small, asked for llama3-8b"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(plan_file, line, message, capsys) -> None:
+    assert command.main(["--plan", str(plan_file), *line, *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--b-dense", "128"], "without --plan, --model and --b-dense are needed"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--modes", "nano,warp"], "unknown modes warp"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--workload", "1024"], "is not PROMPT:OUTPUT"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--layers", "2"], "--fewer-layers 2 must lie between"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--keep-xplane"], "--keep-xplane needs --out"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--time-limit", "0"], "--time-limit 0.0 must be positive"),
+    ],
+)
+def test_unfit_arguments_are_refused(line, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main(line)
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_the_search_does_not_know_is_refused(capsys) -> None:
+    assert command.main(["--model", "smollm2-135m", "--b-dense", "128"]) == 2
+    assert "search plan: unknown hardware 'cpu'" in capsys.readouterr().err
+
+
+def test_the_search_finds_the_plan_and_the_optimum(tmp_path) -> None:
+    workload = Workload(512, 512)
+    text = find_plan(
+        "smollm2-135m", "h200", 1, 256, workload, profile="analytic", shares="constant", out=tmp_path / "plan.json"
+    )
+    plan = decode_plan(text)
+    assert (plan.model, plan.device, plan.tp, plan.b_dense) == ("smollm2-135m", "h200", 1, 256)
+    assert plan.decode_tokens == workload.decode_tokens(256)
+    throughput, rate = optimal_throughput("llama3-8b", "h200", 1, 2048, workload)
+    assert throughput == pytest.approx(655e12 / 2 / preset("llama3-8b").num_params, rel=0.01)
+    assert rate == "measured sustained GEMM rate"
+    with pytest.raises(SearchError, match="unknown hardware 'tpu'"):
+        optimal_throughput("llama3-8b", "tpu", 1, 2048, workload)
+
+
+def test_figures_are_those_of_the_whole_model() -> None:
+    config = small_config(num_layers=10)
+    setup = measure.Setup(config, small_plan(tp=2), Workload(8, 8), (2, 6), 4, np.dtype("float32"))
+    timings = {
+        2: measure.Timing(burst_s=3e-3, sustained_s=4e-3, watts=[1.0, 2.0]),
+        6: measure.Timing(burst_s=7e-3, sustained_s=12e-3, watts=[600.0, 700.0]),
+    }
+    row = report.figures(setup, timings, optimal=1000.0)
+    assert row["burst"]["period_us"] == pytest.approx(1000)
+    assert row["burst"]["rest_ms"] == pytest.approx(1)
+    assert row["burst"]["step_ms"] == pytest.approx(11)
+    assert row["sustained"]["step_ms"] == pytest.approx(20)
+    assert row["sustained"]["tokens_per_s_per_gpu"] == pytest.approx(16 / 20e-3 / 2)
+    assert row["sustained"]["percent_of_optimal"] == pytest.approx(40)
+    assert row["watts"] == 650
+
+
+def test_rows_of_the_table_show_overlap_and_reasons() -> None:
+    kinds = {
+        kind: {"period_us": us, "step_ms": 1.0, "rest_ms": 0.1, "tokens_per_s_per_gpu": 9.0, "percent_of_optimal": 51.0}
+        for kind, us in (("burst", 50.0), ("sustained", 60.0))
+    }
+    overlap = {
+        "pairs": {
+            "compute+memory": {"us": 12.0, "percent": 60.0},
+            "compute+network": {"us": 0.0, "percent": None, "why_none": "none of the 7 kernels traced is of network"},
+        },
+        "network_hidden_percent": None,
+    }
+    streams = {**kinds, "watts": 650.0, "overlap": overlap}
+    sequential = {kind: {**kinds[kind], "period_us": 75.0} for kind in kinds}
+    lines = report.lines("streams (mosaic)", streams, {"sequential (cublas)": sequential, "nano (mosaic)": {"error": "x"}})
+    assert "1.500" in lines[0] and "1.250" in lines[0] and "51.0 %" in lines[0] and "650" in lines[0]
+    assert lines[1].strip() == "compute+memory: 12.0 us per layer together, 60.0 % of the shorter"
+    assert lines[2].endswith("none because none of the 7 kernels traced is of network")
+    assert report.lines("nano (mosaic)", {"error": "x"}, {}) == [f"{'nano (mosaic)':22}  x"]
+
+
+@pytest.mark.parametrize("modes", [("sequential", "streams"), ("xla",)])
+def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...]) -> None:
+    rows = [variant.label for variant in measure.variants(True, "cublas", modes)]
+    if "xla" in modes:
+        assert rows == ["xla (cublas)", "xla (mosaic)"]
+    else:
+        assert rows == ["sequential (cublas)", "sequential (mosaic)", "streams (mosaic)"]
+
+
+def test_workloads() -> None:
+    workload = parse_workload("1024:512")
+    assert (workload.decode_context, workload.decode_tokens(2048)) == (1280, 683)
+    assert str(workload) == "1024:512"
+    assert parse_workload("512:0").decode_tokens(2048) == 0
+    for text in ("512", "0:512", "a:b", "1:2:3", "-1:5"):
+        with pytest.raises(ValueError, match="is not PROMPT:OUTPUT"):
+            parse_workload(text)
+
+
+def test_the_batch_is_the_workloads_mix() -> None:
+    # 13 of 48 tokens decode at 16 + 3 tokens; two prompts fit whole.
+    workload = Workload(16, 6)
+    batch, num_pages = steady_batch(small_config(), workload, b_dense=48, page_size=4)
     assert int(batch.num_decode) == 13
-    assert batch.q_lens[:16].tolist() == [1] * 13 + [16, 16, 3]
-    assert batch.kv_lens[:16].tolist() == [30] * 13 + [16, 16, 3]
-    assert batch.positions[:14].tolist() == [29] * 13 + [0]
+    assert batch.q_lens[:17].tolist() == [1] * 13 + [16, 16, 3, 0]
+    assert batch.kv_lens[:16].tolist() == [19] * 13 + [16, 16, 3]
+    assert batch.positions[:14].tolist() == [18] * 13 + [0]
     assert len(np.unique(batch.slots)) == 48
     assert batch.slots.min() >= 4
-    used = np.unique(batch.block_tables)
-    assert used.max() == num_pages - 1
+    assert np.unique(batch.block_tables).max() == num_pages - 1
+    assert batch.shape.num_rows == 48
+    # Rows beyond the sequences come in tiles only.
+    large, _ = steady_batch(small_config(), Workload(1024, 512), b_dense=2048, page_size=64)
+    assert large.shape.num_rows == 128 * math.ceil((683 + 2) / 128)
