@@ -8,7 +8,7 @@ reads and writes as many bytes.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import _append_kernel
 from pallas_kernels.append_kv import append_kv
 from pallas_kernels.bench import timing
 from pallas_kernels.decode_attention import decode_attention
@@ -186,11 +187,13 @@ def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[t
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
     inputs = (qkv, _normal(1, (T, H // 2), jnp.float32), slots, _normal(2, pool), _normal(3, pool))
     stream = timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series
-    for n in num_sms:
-        f = functools.partial(_appends, series, n)
+    variants = {(0, "XLA"): _append_by_xla}
+    variants |= {(n, "one kernel"): functools.partial(_append_kernel.append, num_sms=n) for n in num_sms}
+    for (n, name), append in variants.items():
+        f = functools.partial(_appends, append, series)
         yield timing.Row(
             kernel="append_kv",
-            case=case.name,
+            case=f"{case.name} {name}",
             num_sms=n,
             seconds=timing.device_seconds({"f": f}, [inputs])["f"] / series,
             hbm_bytes=2.0 * qkv[0].nbytes,
@@ -200,12 +203,23 @@ def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[t
         )
 
 
+def _append_by_xla(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, _, k_pages, v_pages = append_kv(*inputs, num_sms=1)
+    return q, k_pages, v_pages
+
+
 def _appends(
-    series: int, num_sms: int, qkv: jax.Array, cos: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array
+    append: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+    series: int,
+    qkv: jax.Array,
+    cos: jax.Array,
+    slots: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
 ) -> Any:
     queries = []
     for i in range(series):
-        q, _, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=num_sms)
+        q, k_pages, v_pages = append(qkv[i], cos, cos, slots, k_pages, v_pages)
         # One append after the other, none merged with the next.
         q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
         queries.append(q)
