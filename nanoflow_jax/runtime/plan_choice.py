@@ -15,7 +15,7 @@ def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tupl
     sequential execution, which takes all.
     """
     tokens = decode_tokens + prefill_tokens
-    if plans.crossover_tokens is None or tokens < plans.crossover_tokens:
+    if plans.crossover_tokens is None or tokens < max(1, plans.crossover_tokens):
         return None, prefill_tokens
     best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens), None, prefill_tokens)
     for index, plan in enumerate(plans.plans):

@@ -20,7 +20,7 @@ SIZES = {"tp": 1, "moe": False, "partition": "none", "tile": 4}
 
 
 def plan_set(model: str, mixes: list[tuple[int, int, float]], sequential_us: float, crossover: int | None = 0) -> PlanSet:
-    """Plans for (b_dense, decode tokens) that claim the given period; sequentially, 4096 tokens, half decoding, take the other."""
+    """Plans for (b_dense, decode tokens) that claim the given period; in turn, 4096 tokens, half decoding, take the other."""
     rng = np.random.default_rng(0)
     plans = []
     for b_dense, decode_tokens, period_us in mixes:
