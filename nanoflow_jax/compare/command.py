@@ -117,7 +117,8 @@ def _run(
         patience = None if math.isinf(deadline) else max(0.0, _COMPILE_SHARE * args.time_limit - (time.monotonic() - begun))
         concurrent.futures.wait(futures.values(), patience)
         record["ready_s"] = time.monotonic() - begun
-        bench.fill()
+        if time.monotonic() < deadline:
+            bench.fill()
         print(f"{report.title(record)}\n{report.HEADER}", flush=True)
         for variant in rows:
             record["modes"][variant.label] = row = _measure_row(bench, variant, futures, optimal, args, out, deadline)

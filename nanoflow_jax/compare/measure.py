@@ -32,6 +32,8 @@ from nanoflow_jax.plan import PipelinePlan
 
 # Steps of a burst: enough to hide the launch of the first, few enough to end before the clock falls.
 _BURST_STEPS, _BURSTS = 5, 5
+# Idle time before each burst, in which the clock recovers, and steps before a sustained run, in which it settles.
+_REST_S, _SETTLE_S = 0.1, 0.3
 TRACED_STEPS = 3
 
 
@@ -158,12 +160,18 @@ class Bench:
         return seconds
 
     def time(self, run: Any, num_layers: int, seconds: float) -> Timing:
-        """Median of short runs, then the mean over about `seconds`, in which a power limit sets the clock."""
+        """Median of short runs from rest, then the mean over about `seconds`, in which a power limit sets the clock."""
         self.steps(run, num_layers, 2)
-        burst_s = statistics.median(self.steps(run, num_layers, _BURST_STEPS) for _ in range(_BURSTS))
+        burst_s = statistics.median(self._burst(run, num_layers) for _ in range(_BURSTS))
+        settle_s = _SETTLE_S if self.on_gpu else 0.0
+        self.steps(run, num_layers, max(1, round(settle_s / burst_s)))
         with PowerMeter(self.devices) as power:
             sustained_s = self.steps(run, num_layers, max(1, round(seconds / burst_s)))
         return Timing(burst_s, sustained_s, power.watts)
+
+    def _burst(self, run: Any, num_layers: int) -> float:
+        time.sleep(_REST_S if self.on_gpu else 0.0)
+        return self.steps(run, num_layers, _BURST_STEPS)
 
     def trace(self, run: Any, num_layers: int, folder: Path) -> None:
         """Leaves the profile of TRACED_STEPS steps under `folder`."""

@@ -71,11 +71,13 @@ def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
 def _overlap_lines(overlap: Row) -> list[str]:
     if "unavailable" in overlap:
         return [f"    overlap not available: {overlap['unavailable']}"]
-    found = []
+    found, apart = [], {}
     for pair, entry in overlap["pairs"].items():
-        why = f"; none because {entry['why_none']}" if "why_none" in entry else ""
-        percent = "" if entry["percent"] is None else f", {entry['percent']:.1f} % of the shorter"
-        found.append(f"    {pair}: {entry['us']:.1f} us per layer together{percent}{why}")
+        if "why_none" in entry:
+            apart.setdefault(entry["why_none"], []).append(pair)
+            continue
+        found.append(f"    {pair}: {entry['us']:.1f} us per layer together, {entry['percent']:.1f} % of the shorter")
+    found += [f"    {', '.join(pairs)}: no overlap; {why}" for why, pairs in apart.items()]
     if overlap["network_hidden_percent"] is not None:
         found.append(f"    {overlap['network_hidden_percent']:.1f} % of the network's time is hidden under compute or memory")
     return found

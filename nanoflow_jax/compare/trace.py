@@ -79,33 +79,32 @@ def _event(device: int, stream: str, event: Any) -> Event:
     return Event(device, stream, event.name, event.start_ns, event.duration_ns, str(stats.get("hlo_op", "")), ctas)
 
 
-# In this order: the first pattern that a kernel's name contains decides. cuBLAS's kernels are called nvjet, cutlass or after
-# their instruction; a kernel of both a GEMM and attention keeps both resources busy.
-_KINDS: tuple[tuple[str, str, tuple[Resource, ...]], ...] = (
-    (r"splitk_?reduce|broadcast|_combine_zero", "other", ()),
-    (r"nccl|all_?reduce|all_?gather|reduce_?scatter", "collective", (Resource.NETWORK,)),
-    (r"(gemm.*attention|attention.*gemm|fused_(phase|pair|layer))", "fused", (Resource.COMPUTE, Resource.MEMORY)),
-    (r"decode_attention_combine", "decode_attention_combine", (Resource.MEMORY,)),
-    (r"decode_attention", "decode_attention", (Resource.MEMORY,)),
-    (r"prefill_attention", "prefill_attention", (Resource.COMPUTE,)),
-    (r"grouped_gemm", "grouped_gemm", (Resource.COMPUTE,)),
-    (r"gemm|nvjet|cutlass|cublas|xmma|_dot", "gemm", (Resource.COMPUTE,)),
-)
-
-
-def kind(name: str) -> str:
-    """What a kernel does, by its name: an operation or "gemm", "collective", "fused", "other"."""
-    return _classified(name)[0]
+# What a kernel's name contains when it keeps a resource busy: ours are called after the operation, cuBLAS's nvjet, cutlass or
+# after their instruction. Helpers of a GEMM that only clear or add up its parts are none of them.
+_HELPERS = re.compile(r"split_?k_?reduce|broadcast")
+_SIGNS = {
+    Resource.COMPUTE: re.compile(r"gemm|nvjet|cutlass|cublas|xmma|_dot|prefill_attention"),
+    Resource.MEMORY: re.compile(r"(?<!prefill_)attention"),
+    Resource.NETWORK: re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+}
+_KINDS = ("decode_attention_combine", "decode_attention", "prefill_attention", "grouped_gemm")
 
 
 def resources(name: str) -> tuple[Resource, ...]:
-    """The resources that a kernel keeps busy, by its name; none for "other"."""
-    return _classified(name)[1]
-
-
-def _classified(name: str) -> tuple[str, tuple[Resource, ...]]:
+    """The resources that a kernel keeps busy, by its name: none for small ones, several for fused ones."""
     lowered = name.lower()
-    return next(((label, held) for pattern, label, held in _KINDS if re.search(pattern, lowered)), ("other", ()))
+    if _HELPERS.search(lowered):
+        return ()
+    return tuple(resource for resource, sign in _SIGNS.items() if sign.search(lowered))
+
+
+def kind(name: str) -> str:
+    """What a kernel does, by its name: an attention operation, "gemm", "grouped_gemm", "collective", "fused" or "other"."""
+    held = resources(name)
+    if len(held) != 1:
+        return "fused" if held else "other"
+    general = {Resource.COMPUTE: "gemm", Resource.MEMORY: "decode_attention", Resource.NETWORK: "collective"}
+    return next((each for each in _KINDS if each in name.lower()), general[held[0]])
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> Intervals:

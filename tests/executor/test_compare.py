@@ -43,14 +43,17 @@ def light_steps(monkeypatch):
     monkeypatch.setattr(measure, "step_function", step_function)
 
 
-def test_every_mode_is_measured_beside_the_others(plan_file, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    "modes", [("sequential", "streams"), pytest.param(("sequential", "nano", "xla", "streams"), marks=pytest.mark.slow)]
+)
+def test_modes_are_measured_beside_each_other(plan_file, modes, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--out", str(out), "--keep-xplane", *SMALL]) == 0
+    line = ["--plan", str(plan_file), "--workload", "8:8", "--modes", ",".join(modes), "--out", str(out), "--keep-xplane"]
+    assert command.main([*line, *SMALL]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out.splitlines()[-1])
-    rows = {label: row for label, row in found["modes"].items() if label != "fused (reference)"}
-    assert list(rows) == [f"{mode} (reference)" for mode in ("sequential", "nano", "xla", "streams")]
-    for label, row in rows.items():
+    assert list(found["modes"]) == [f"{mode} (reference)" for mode in modes]
+    for label, row in found["modes"].items():
         assert row["sustained"]["step_ms"] > 0
         assert row["watts"] is None
         # A CPU's profile has no streams, and the row says so.
@@ -71,38 +74,31 @@ def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:
     assert row["sustained"]["tokens_per_s_per_gpu"] == pytest.approx(16e3 / row["sustained"]["step_ms"] / 2)
 
 
-def test_a_mode_that_fails_leaves_the_others_their_turn(plan_file, light_steps, monkeypatch, capsys) -> None:
-    lower = measure.Bench.lower
+def test_modes_that_fail_leave_the_others_their_turn(plan_file, light_steps, monkeypatch, capsys) -> None:
+    lower, time = measure.Bench.lower, measure.Bench.time
+    timed = []
 
-    def failing(self, variant, num_layers):
+    def lower_all_but_sequential(self, variant, num_layers):
         if variant.mode == "sequential":
             raise NotImplementedError("no such kernel")
         return lower(self, variant, num_layers)
 
-    monkeypatch.setattr(measure.Bench, "lower", failing)
-    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential,nano", *SMALL]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]
-    assert rows["sequential (reference)"] == {"error": "NotImplementedError: no such kernel"}
-    assert "error" not in rows["nano (reference)"]
-
-
-def test_a_step_that_fails_leaves_a_pool_to_the_next_mode(plan_file, light_steps, monkeypatch, capsys) -> None:
-    time = measure.Bench.time
-    failed = []
-
-    def failing(self, run, num_layers, seconds):
-        if not failed:
-            failed.append(True)
+    def fail_once(self, run, num_layers, seconds):
+        timed.append(num_layers)
+        if len(timed) == 1:
+            # As a step that fails on a device does.
             for pages in self._cache.k_pages:
                 pages.delete()
             raise RuntimeError("out of memory")
         return time(self, run, num_layers, seconds)
 
-    monkeypatch.setattr(measure.Bench, "time", failing)
-    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential,nano", *SMALL]) == 0
+    monkeypatch.setattr(measure.Bench, "lower", lower_all_but_sequential)
+    monkeypatch.setattr(measure.Bench, "time", fail_once)
+    assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "sequential,nano,xla", *SMALL]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]
-    assert rows["sequential (reference)"] == {"error": "RuntimeError: out of memory"}
-    assert "error" not in rows["nano (reference)"]
+    assert rows["sequential (reference)"] == {"error": "NotImplementedError: no such kernel"}
+    assert rows["nano (reference)"] == {"error": "RuntimeError: out of memory"}
+    assert "error" not in rows["xla (reference)"]
 
 
 def test_no_mode_starts_after_the_time_limit(plan_file, light_steps, capsys) -> None:
@@ -184,10 +180,11 @@ def test_rows_of_the_table_show_overlap_and_reasons() -> None:
         kind: {"period_us": us, "step_ms": 1.0, "rest_ms": 0.1, "tokens_per_s_per_gpu": 9.0, "percent_of_optimal": 51.0}
         for kind, us in (("burst", 50.0), ("sustained", 60.0))
     }
+    absent = {"us": 0.0, "percent": None, "why_none": "none of the 7 kernels traced is of network"}
     overlap = {
         "pairs": {
             "compute+memory": {"us": 12.0, "percent": 60.0},
-            "compute+network": {"us": 0.0, "percent": None, "why_none": "none of the 7 kernels traced is of network"},
+            **dict.fromkeys(("compute+network", "memory+network"), absent),
         },
         "network_hidden_percent": None,
     }
@@ -196,7 +193,7 @@ def test_rows_of_the_table_show_overlap_and_reasons() -> None:
     lines = report.lines("streams (mosaic)", streams, {"sequential (cublas)": sequential, "nano (mosaic)": {"error": "x"}})
     assert "1.500" in lines[0] and "1.250" in lines[0] and "51.0 %" in lines[0] and "650" in lines[0]
     assert lines[1].strip() == "compute+memory: 12.0 us per layer together, 60.0 % of the shorter"
-    assert lines[2].endswith("none because none of the 7 kernels traced is of network")
+    assert lines[2].strip() == "compute+network, memory+network: no overlap; none of the 7 kernels traced is of network"
     assert report.lines("nano (mosaic)", {"error": "x"}, {}) == [f"{'nano (mosaic)':22}  x"]
 
 
