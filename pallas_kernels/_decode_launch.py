@@ -66,8 +66,11 @@ def results(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def attend(sm: Any, *refs: Any, plan: Plan) -> None:
-    """The work of CTA `sm` of `plan.num_sms`, all of its warpgroups; `refs` are `operands`, then `results`."""
+def attend(*refs: Any, plan: Plan, first_sm: int = 0) -> None:
+    """The work of one of the `plan.num_sms` CTAs from `first_sm` on, all of its warpgroups; the CTAs before do nothing.
+
+    `refs` are `operands`, then `results`.
+    """
     c = plan.config
     block = (c.workers, c.slots, TILE, plan.head_dim)
     scratch = {
@@ -83,11 +86,10 @@ def attend(sm: Any, *refs: Any, plan: Plan) -> None:
         "filled": plgpu.Barrier(num_barriers=c.workers * c.slots, num_arrivals=plan.pages_per_tile),
         "freed": plgpu.Barrier(num_barriers=c.workers * c.slots),
     }
-    pl.run_scoped(functools.partial(_attend, sm, *refs, plan=plan), collective_axes="wg", **scratch)
+    pl.run_scoped(functools.partial(_attend, *refs, plan=plan, first_sm=first_sm), collective_axes="wg", **scratch)
 
 
 def _attend(
-    sm: Any,
     queries_gmem: Any,  # [query tiles, 8, H]
     k_gmem: Any,  # [P * K, page_size, H]
     v_gmem: Any,
@@ -100,15 +102,16 @@ def _attend(
     parts_gmem: Any,  # [2 * workers, H, 8]
     *,
     plan: Plan,
+    first_sm: int,
     **scratch: Any,
 ) -> None:
-    wg = lax.axis_index("wg")
+    wg, sm = lax.axis_index("wg"), lax.axis_index("sm") - first_sm
 
-    @pl.when(wg == plan.config.workers)
+    @pl.when((wg == plan.config.workers) & (sm >= 0))
     def _feed() -> None:
         feed_rings(sm, queries_gmem, k_gmem, v_gmem, tables_gmem, lens_gmem, splits_gmem, plan=plan, **scratch)
 
-    @pl.when(wg < plan.config.workers)
+    @pl.when((wg < plan.config.workers) & (sm >= 0))
     def _work() -> None:
         work_off_orders(wg, out_gmem, maxima_gmem, sums_gmem, parts_gmem, plan=plan, **scratch)
 

@@ -94,31 +94,50 @@ def consumer_offset(config: GemmConfig) -> tuple[Any, Any]:
 def produce(
     walk: Walk, a: Any, b: Any, a_smem: Any, b_smem: Any, full: Any, free: Any, config: GemmConfig, multicast: bool
 ) -> None:
-    stages, halves = b_smem.shape[:2]
-
     def segment(s: Segment, step: Array) -> Array:
-        m, n = pl.ds(s.row, config.tile_m), pl.ds(s.column, config.tile_n)
-        matrix = b if s.matrix is None else b.at[s.matrix]
+        return load_segment(s, step, a, b, a_smem, b_smem, full, free, config, multicast)
 
-        def load(i: Array, step: Array) -> Array:
-            slot = lax.rem(step, stages)
+    observe_last_releases(free, walk(segment), b_smem.shape[0])
 
-            @pl.when(step >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(free.at[slot])
 
-            k = pl.ds((s.k_begin + i) * config.tile_k, config.tile_k)
-            plgpu.copy_gmem_to_smem(a.at[m, k], a_smem.at[slot], full.at[slot])
-            for half in range(halves):
-                source = matrix.at[k, n] if halves == 1 else matrix.at[k, half, n]
-                shared = "cta" if multicast else None
-                plgpu.copy_gmem_to_smem(source, b_smem.at[slot, half], full.at[slot], collective_axes=shared)
-            return step + 1
+def load_segment(
+    s: Segment,
+    step: Array,
+    a: Any,
+    b: Any,
+    a_smem: Any,
+    b_smem: Any,
+    full: Any,
+    free: Any,
+    config: GemmConfig,
+    multicast: bool = False,
+) -> Array:
+    """Loads a segment's tiles into the ring from step number `step` on; returns the number of the next."""
+    stages, halves = b_smem.shape[:2]
+    m, n = pl.ds(s.row, config.tile_m), pl.ds(s.column, config.tile_n)
+    matrix = b if s.matrix is None else b.at[s.matrix]
 
-        return lax.fori_loop(0, s.k_steps, load, step)
+    def load(i: Array, step: Array) -> Array:
+        slot = lax.rem(step, stages)
 
-    steps = walk(segment)
-    for slot in range(stages):  # the last release of every slot must be observed before the CTA ends
+        @pl.when(step >= stages)
+        def _() -> None:
+            plgpu.barrier_wait(free.at[slot])
+
+        k = pl.ds((s.k_begin + i) * config.tile_k, config.tile_k)
+        plgpu.copy_gmem_to_smem(a.at[m, k], a_smem.at[slot], full.at[slot])
+        for half in range(halves):
+            source = matrix.at[k, n] if halves == 1 else matrix.at[k, half, n]
+            shared = "cta" if multicast else None
+            plgpu.copy_gmem_to_smem(source, b_smem.at[slot, half], full.at[slot], collective_axes=shared)
+        return step + 1
+
+    return lax.fori_loop(0, s.k_steps, load, step)
+
+
+def observe_last_releases(free: Any, steps: Array, stages: int) -> None:
+    """The last release of every slot must be observed before the CTA ends."""
+    for slot in range(stages):
 
         @pl.when(slot < steps)
         def _(slot: int = slot) -> None:

@@ -66,7 +66,7 @@ def decode_attention(
 @functools.partial(jax.jit, static_argnames="plan", inline=True)
 def _run(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens: Array, *, plan: Plan) -> Array:
     def body(*refs: Array) -> None:
-        launch.attend(jax.lax.axis_index("sm"), *refs, plan=plan)
+        launch.attend(*refs, plan=plan)
         launch.launch_combine_early(plan)
 
     kernel = pl.kernel(
