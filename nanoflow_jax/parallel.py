@@ -12,6 +12,8 @@ from nanoflow_jax.config import ModelConfig
 TP = "tp"
 # Padding the vocabulary to whole tiles per rank keeps the output projection on tile borders for any tp_size.
 _VOCAB_MULTIPLE = 128
+# Rows of 64 elements are what a GPU's TMA and tensor cores take at full speed (docs/kernels.md).
+_D_FF_MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,9 @@ class ParallelLayout:
     so that `num_kv_heads` here is the model's times `kv_replicas` and `group_size` the model's divided by it. With
     `gathered_o_proj` the attention output projection is divided by columns, behind an all-gather of its input, instead of by
     rows, before an all-reduce of its output.
+
+    Vocabulary and feed-forward width are padded at their end with zeros, which change no result: a column of zeros in gate and
+    up gives silu(0) * 0 = 0, which meets a row of zeros in down.
     """
 
     tp_size: int
@@ -29,6 +34,7 @@ class ParallelLayout:
     group_size: int
     kv_replicas: int
     padded_vocab_size: int
+    padded_d_ff: int
     gathered_o_proj: bool = False
 
     @property
@@ -40,27 +46,30 @@ def parallel_layout(config: ModelConfig, tp_size: int) -> ParallelLayout:
     """The division of `config` over `tp_size` ranks.
 
     Raises:
-      ValueError: heads, experts' or feed-forward width cannot be divided; the message gives the number that does not fit.
+      ValueError: heads cannot be divided; the message gives the number that does not fit.
     """
     if tp_size < 1:
         raise ValueError(f"{tp_size=} must be at least 1")
     if config.num_heads % tp_size:
         raise ValueError(f"{config.name}: num_heads={config.num_heads} cannot be divided over {tp_size=}")
-    if config.d_ff % tp_size:
-        raise ValueError(f"{config.name}: d_ff={config.d_ff} cannot be divided over {tp_size=}")
     if config.num_kv_heads % tp_size and tp_size % config.num_kv_heads:
         raise ValueError(
             f"{config.name}: num_kv_heads={config.num_kv_heads} neither divides nor is divided by {tp_size=}, "
             "so KV heads can be neither split nor replicated evenly"
         )
     replicas = max(1, tp_size // config.num_kv_heads)
-    multiple = _VOCAB_MULTIPLE * tp_size
+
+    def padded(size: int, multiple_per_rank: int) -> int:
+        multiple = multiple_per_rank * tp_size
+        return -(-size // multiple) * multiple
+
     return ParallelLayout(
         tp_size=tp_size,
         num_kv_heads=config.num_kv_heads * replicas,
         group_size=config.group_size // replicas,
         kv_replicas=replicas,
-        padded_vocab_size=-(-config.vocab_size // multiple) * multiple,
+        padded_vocab_size=padded(config.vocab_size, _VOCAB_MULTIPLE),
+        padded_d_ff=padded(config.d_ff, _D_FF_MULTIPLE),
     )
 
 

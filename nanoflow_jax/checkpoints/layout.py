@@ -40,7 +40,8 @@ class Recipe:
     """One parameter: `sources` names its tensors and their shapes, `build(arrays, index)` makes the part `index` of it with its
     axes in stored order, and transposing by `axes` gives our order.
 
-    Arrays come in the order of `sources`; `index` has one slice with start and stop per stored axis. The result may be a view.
+    Arrays come in the order of `sources`; `index` has one slice with start and stop per stored axis. Where the parameter is
+    longer than its tensors (vocabulary, feed-forward width) it continues with zeros. The result may be a view.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -55,14 +56,13 @@ class Recipe:
 def recipes(config: ModelConfig, layout: ParallelLayout) -> dict[str, Recipe]:
     """Parameter path, as in `models.decoder.parameter_specs`, -> recipe."""
     V, D = config.vocab_size, config.d_model
-    rows = _rows_padded(layout.padded_vocab_size)
-    table = {"embed": Recipe({"model.embed_tokens.weight": (V, D)}, rows, (0, 1))}
+    table = {"embed": Recipe({"model.embed_tokens.weight": (V, D)}, _same, (0, 1))}
     for i in range(config.num_layers):
         layer = _layer_recipes(config, layout, f"model.layers.{i}.")
         table.update({f"layers.{i}.{name}": recipe for name, recipe in layer.items()})
     table["final_norm"] = Recipe({"model.norm.weight": (D,)}, _same, (0,))
     if not config.tie_embeddings:
-        table["lm_head"] = Recipe({"lm_head.weight": (V, D)}, rows, (1, 0))
+        table["lm_head"] = Recipe({"lm_head.weight": (V, D)}, _same, (1, 0))
     return table
 
 
@@ -95,11 +95,11 @@ def _layer_recipes(config: ModelConfig, layout: ParallelLayout, prefix: str) -> 
 
 
 def _same(arrays: Arrays, index: Index) -> np.ndarray:
-    return arrays[0][index]
+    return _part(arrays[0], index)
 
 
 def _stacked(arrays: Arrays, index: Index) -> np.ndarray:
-    return np.stack([x[index[1:]] for x in arrays[index[0]]])
+    return np.stack([_part(x, index[1:]) for x in arrays[index[0]]])
 
 
 def _stacked_pairs(arrays: Arrays, index: Index) -> np.ndarray:
@@ -108,17 +108,11 @@ def _stacked_pairs(arrays: Arrays, index: Index) -> np.ndarray:
     return np.stack([_stacked(arrays[2 * e : 2 * e + 2], index[1:]) for e in experts])
 
 
-def _rows_padded(num_rows: int) -> Callable[[Arrays, Index], np.ndarray]:
-    """Rows of a table that is continued with zeros up to `num_rows`."""
-
-    def build(arrays: Arrays, index: Index) -> np.ndarray:
-        rows, columns = index
-        table = arrays[0]
-        part = table[rows.start : min(rows.stop, len(table)), columns]
-        missing = min(rows.stop, num_rows) - rows.start - len(part)
-        return part if not missing else np.concatenate([part, np.zeros((missing, part.shape[1]), part.dtype)])
-
-    return build
+def _part(x: np.ndarray, index: Index) -> np.ndarray:
+    """x[index], with zeros where the index reaches past the end."""
+    part = x[index]
+    missing = [(0, s.stop - s.start - have) for s, have in zip(index, part.shape, strict=True)]
+    return np.pad(part, missing) if any(after for _, after in missing) else part
 
 
 def _heads(layout: ParallelLayout, head_dim: int) -> Callable[[Arrays, Index], np.ndarray]:

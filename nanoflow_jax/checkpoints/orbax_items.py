@@ -93,7 +93,7 @@ def _restore_item(
     def restore_args(name: str, plain: ParameterSpec, wanted: ParameterSpec) -> ocp.ArrayRestoreArgs:
         if _has_replicas(name, plain, wanted):
             return ocp.ArrayRestoreArgs(sharding=replicated, global_shape=plain.shape, dtype=dtype)
-        # Not strict: the vocabulary is continued with zeros.
+        # Not strict: vocabulary and feed-forward width are continued with zeros.
         return ocp.ArrayRestoreArgs(sharding=wanted.sharding(mesh), global_shape=wanted.shape, dtype=dtype, strict=False)
 
     args = {name: restore_args(name, *specs) for name, specs in targets.items()}

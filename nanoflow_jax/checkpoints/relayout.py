@@ -1,6 +1,6 @@
 """From the plain layout, which no number of ranks shaped, to that of `ParallelLayout`, on the device.
 
-Plain: the model's own KV heads and query groups, and the vocabulary without padding. Folders written by
+Plain: the model's own KV heads and query groups, and vocabulary and feed-forward width without padding. Folders written by
 `nanoflow_jax.convert` and random weights are plain, so that they are the same model on any mesh.
 """
 
@@ -14,10 +14,11 @@ from nanoflow_jax.models.decoder import ParameterSpec, parameter_specs
 from nanoflow_jax.parallel import ParallelLayout, parallel_layout
 
 _VOCAB_AXIS = {"embed": 0, "lm_head": 1}
+_D_FF_AXIS = {"gate_up_proj": 2, "down_proj": 0, "experts_gate_up": 3, "experts_down": 1}
 
 
 def plain_layout(config: ModelConfig) -> ParallelLayout:
-    return dataclasses.replace(parallel_layout(config, 1), padded_vocab_size=config.vocab_size)
+    return dataclasses.replace(parallel_layout(config, 1), padded_vocab_size=config.vocab_size, padded_d_ff=config.d_ff)
 
 
 def plain_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
@@ -27,10 +28,10 @@ def plain_specs(config: ModelConfig) -> dict[str, ParameterSpec]:
 
 def relayout(attribute: str, plain: jax.Array, layout: ParallelLayout) -> jax.Array:
     """The parameter `attribute` (`qkv_proj`, `embed`, ...) in `layout`, from its plain form."""
-    if attribute in _VOCAB_AXIS:
-        axis = _VOCAB_AXIS[attribute]
-        missing = layout.padded_vocab_size - plain.shape[axis]
-        return jnp.pad(plain, [(0, missing if i == axis else 0) for i in range(2)])
+    for axes, size in ((_VOCAB_AXIS, layout.padded_vocab_size), (_D_FF_AXIS, layout.padded_d_ff)):
+        if attribute in axes:
+            missing = size - plain.shape[axes[attribute]]
+            return jnp.pad(plain, [(0, missing if i == axes[attribute] else 0) for i in range(plain.ndim)])
     if attribute in ("qkv_proj", "qkv_bias"):
         return replicate_kv_heads(plain, layout.kv_replicas)
     return plain

@@ -29,8 +29,8 @@ class ParameterSpec:
 
 
 def layer_parameter_specs(config: ModelConfig, layout: ParallelLayout) -> dict[str, ParameterSpec]:
-    """Attribute of `DecoderLayer` -> spec. D d_model, K KV heads, G queries per KV head, H head_dim, F d_ff, E experts."""
-    D, F, E, H = config.d_model, config.d_ff, config.num_experts, config.head_dim
+    """Attribute of `DecoderLayer` -> spec. D d_model, K KV heads, G queries of each, H head_dim, F padded d_ff, E experts."""
+    D, F, E, H = config.d_model, layout.padded_d_ff, config.num_experts, config.head_dim
     K, G = layout.num_kv_heads, layout.group_size
     specs = {
         "attn_norm": ParameterSpec((D,), (None,)),

@@ -14,7 +14,7 @@ import pytest
 from nanoflow_jax.checkpoints import CheckpointError, load_model
 from nanoflow_jax.convert import convert
 from nanoflow_jax.parallel import make_mesh
-from tests.model.checkpoint_files import TINY, copy_tiny, decoder_arrays, tiny_tensors, write_gguf
+from tests.model.checkpoint_files import TINY, copy_tiny, decoder_arrays, forward, tiny_tensors, write_gguf
 
 
 def load(source, tp_size=1, dtype="float32"):
@@ -53,6 +53,32 @@ def test_the_vocabulary_is_padded_on_restore(tmp_path):
         assert ours.layout.padded_vocab_size > 517
         for path in ("embed", "lm_head"):
             np.testing.assert_array_equal(decoder_arrays(ours.decoder)[path], decoder_arrays(theirs.decoder)[path])
+
+
+@pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
+def test_the_feed_forward_width_is_padded_on_any_number_of_ranks(tmp_path, name):
+    """50 columns over four ranks fill 12.5 of 64 that each rank has."""
+    tensors = tiny_tensors(name)
+    for key, x in tensors.items():
+        if "mlp" in key or "experts" in key:
+            tensors[key] = x[:, :50] if ("down" in key or "w2" in key) else x[:50]
+    source = copy_tiny(name, tmp_path / "source", tensors, intermediate_size=50)
+    convert(str(source), tmp_path / "converted", "float32")
+    ids = np.random.default_rng(0).integers(0, 500, 24)
+    whole = load(source)
+    expected = forward(whole.config, whole.layout, decoder_arrays(whole.decoder), ids)
+    for folder in (source, tmp_path / "converted"):
+        divided = load(folder, 4)
+        assert divided.layout.padded_d_ff == 256
+        arrays = decoder_arrays(divided.decoder)
+        for path, x in arrays.items():
+            if "gate_up" in path:
+                assert x.shape[-1] == 256
+                assert not x[..., 50:].any(), path
+            if "down" in path:
+                assert x.shape[-2] == 256
+                assert not x[..., 50:, :].any(), path
+        np.testing.assert_allclose(forward(divided.config, divided.layout, arrays, ids), expected, atol=1e-5)
 
 
 def test_the_tokenizer_comes_along(converted):

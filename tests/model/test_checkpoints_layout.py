@@ -73,7 +73,7 @@ def models_on_ranks(draw) -> tuple[ModelConfig, int]:
         name="drawn",
         vocab_size=draw(st.integers(1, 300)),
         d_model=draw(st.integers(1, 9)),
-        d_ff=tp_size * draw(st.integers(1, 3)),
+        d_ff=draw(st.integers(1, 200)),
         num_layers=1,
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
@@ -122,12 +122,13 @@ def _undo(path: str, x: np.ndarray, config: ModelConfig, replicas: int) -> list[
     if attribute == "lm_head":
         return [x.T[: config.vocab_size]]
     if attribute in ("o_proj", "down_proj", "router"):
-        return [x.T]
+        return [x[: config.d_ff].T if attribute == "down_proj" else x.T]
+    F = config.d_ff
     if attribute == "gate_up_proj":
-        return [x[:, 0].T, x[:, 1].T]
+        return [x[:, 0, :F].T, x[:, 1, :F].T]
     if attribute == "experts_gate_up":
-        return [x[e, :, half].T for e in range(len(x)) for half in (0, 1)]
-    return list(x.swapaxes(1, 2)) if attribute == "experts_down" else [x]
+        return [x[e, :, half, :F].T for e in range(len(x)) for half in (0, 1)]
+    return list(x[:, :F].swapaxes(1, 2)) if attribute == "experts_down" else [x]
 
 
 @settings(max_examples=30, deadline=None)

@@ -28,6 +28,13 @@ def test_presets_divide(name: str, tp_size: int) -> None:
     assert config.vocab_size <= layout.padded_vocab_size < config.vocab_size + 128 * tp_size
 
 
+@pytest.mark.parametrize(("tp_size", "per_rank"), [(1, 29568), (2, 14784), (4, 7424), (8, 3712)])
+def test_feed_forward_width_is_padded_to_multiples_of_64_on_each_rank(tp_size: int, per_rank: int) -> None:
+    assert parallel_layout(preset("qwen2-72b"), tp_size).padded_d_ff == tp_size * per_rank
+    llama = preset("llama3-70b")
+    assert parallel_layout(llama, tp_size).padded_d_ff == llama.d_ff
+
+
 @pytest.mark.parametrize(
     ("name", "tp_size", "reason"),
     [
