@@ -1,5 +1,7 @@
 """The comparison of modes, end to end on a small model on a CPU."""
 
+import dataclasses
+import gzip
 import json
 import math
 
@@ -13,6 +15,7 @@ from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throug
 from nanoflow_jax.compare.steady import Workload, parse_workload, steady_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
+from tests.executor.made_up_trace import planned_trace
 from tests.executor.plans import random_plan
 from tests.model.test_golden import small_config
 
@@ -21,7 +24,7 @@ SMALL = ("--layers", "2", "--fewer-layers", "1", "--page-size", "4", "--dtype", 
 
 def small_plan(tp: int = 1) -> PipelinePlan:
     partition = "none" if tp == 1 else "all_reduce"
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(3)
     return random_plan(rng, tp=tp, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=8, model="small")
 
 
@@ -63,6 +66,31 @@ def test_modes_are_measured_beside_each_other(plan_file, modes, tmp_path, capsys
     assert json.loads((out / "report.json").read_text()) == found
     assert len(list((out / "streams-reference-xplane").rglob("*.xplane.pb"))) == 2
     assert found["optimal"]["tokens_per_s_per_gpu"] is None
+
+
+def test_traces_become_figures_and_pictures(plan_file, light_steps, monkeypatch, tmp_path, capsys) -> None:
+    """What needs a GPU's trace, on one that is made up: `streams` keeps to the plan, `nano` runs on one stream."""
+
+    def made_up(folder):
+        trace = planned_trace(small_plan(), int(folder.name), measure.TRACED_STEPS)
+        traced.append(folder)
+        return trace if len(traced) > 2 else [dataclasses.replace(event, stream="Stream #1") for event in trace]
+
+    traced = []
+    monkeypatch.setattr(command, "read_events", made_up)
+    out = tmp_path / "out"
+    line = ["--plan", str(plan_file), "--workload", "8:8", "--modes", "nano,streams", "--out", str(out), *SMALL]
+    assert command.main(line) == 0
+    captured = capsys.readouterr().out
+    nano, streams = (row["overlap"] for row in json.loads(captured.splitlines()[-1])["modes"].values())
+    assert nano["busy_us"] == streams["busy_us"]
+    assert streams["pairs"]["compute+memory"]["us"] > 0
+    assert "none of the" in streams["pairs"]["compute+network"]["why_none"]
+    for mode in ("nano", "streams"):
+        assert (out / f"{mode}-reference.png").stat().st_size > 1000
+        records = json.loads(gzip.decompress((out / f"{mode}-reference.trace.json.gz").read_bytes()))["traceEvents"]
+        assert any(record["name"] == "decode_attention 1" for record in records)
+    assert "of the shorter" in captured and "no overlap; none of the" in captured
 
 
 def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:

@@ -29,6 +29,7 @@ from nanoflow_jax.compare.trace import (
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import Resource
+from tests.executor.made_up_trace import planned_trace
 from tests.executor.plans import random_plan
 from tests.model.test_golden import small_config
 
@@ -93,6 +94,34 @@ def test_what_layers_share_cancels() -> None:
     assert told["pairs"]["compute+memory"] == {"us": 2.0, "percent": 100.0}
     assert told["network_hidden_percent"] == 50.0
     assert "why_none" in told["pairs"]["memory+network"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trace_that_keeps_to_a_plan_overlaps_as_its_phases(seed: int, tp: int) -> None:
+    partition = "none" if tp == 1 else ("all_reduce", "all_gather")[seed % 2]
+    plan = random_plan(
+        np.random.default_rng(seed), tp=tp, moe=False, partition=partition, b_dense=32, decode_tokens=16, tile=4
+    )  # fmt: skip
+    shallow, deep = plan.max_layer_offset + 1, plan.max_layer_offset + 3
+    busy = {layers: overlap.measure(planned_trace(plan, layers, 2), 2) for layers in (shallow, deep)}
+    found = busy[deep].per_layer(busy[shallow], 2)
+    held = [(p.duration_us, {plan.nano_operations[r.nano_operation].resource for r in p.running}) for p in plan.phases]
+    for resource in Resource:
+        assert found.alone[resource] == pytest.approx(sum(us for us, of in held if resource in of), abs=1e-6)
+    for pair in overlap.PAIRS:
+        assert found.both[pair] == pytest.approx(sum(us for us, of in held if set(pair) <= of), abs=1e-6)
+    assert found.hidden == pytest.approx(sum(us for us, of in held if N in of and len(of) > 1), abs=1e-6)
+
+
+def test_nano_operations_of_a_planned_trace_are_all_named() -> None:
+    plan = random_plan(np.random.default_rng(5), tp=2, moe=False, partition="all_gather", b_dense=32, decode_tokens=16, tile=4)
+    events = [e for e in planned_trace(plan, 4, 3) if e.device == 0]
+    labels = label_events(events, planned_order(plan, 4), 3)
+    named = [label for e, label in labels.items() if label.layer is not None and kind(e.name) != "decode_attention_combine"]
+    assert sorted(map(str, named)) == sorted(
+        f"{n.operation} {n.nano_batch + 1}" for n in plan.nano_operations for _ in range(4 * 3)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
