@@ -202,7 +202,6 @@ class ModelRunner:
         """
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
-        chunk_sizes = self.page_format.chunk_sizes if self.page_format else ()
         samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
         jobs: list[tuple[str, dict, Any, Callable[[], Any]]] = []
         for (shape, index), offload in itertools.product(steps, self._offloads):
@@ -214,8 +213,9 @@ class ModelRunner:
             shape, mode, _ = key
             lower = functools.partial(self._lower_sampler, *key)
             jobs.append((f"{mode.value} sampling of {shape.num_rows} rows", self._samplers, key, lower))
-        for size in chunk_sizes:
-            lower = functools.partial(kv_transfer.lower_write_pages, self.page_format, size, self._cache, self.mesh)
+        form = self.page_format
+        for size in form.chunk_sizes if form else ():
+            lower = functools.partial(kv_transfer.lower_write_pages, form, size, self._cache, self.mesh)
             jobs.append((f"writing {size} pages", self._page_writers, size, lower))
         report, total = progress or (lambda *_: None), len(jobs)
         # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
@@ -308,7 +308,7 @@ class ModelRunner:
         kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
-            num_sms=self._num_sms, on_gpu=self._on_gpu, num_kv_groups=self.page_format.num_groups if offload else 0,
+            num_sms=self._num_sms, on_gpu=self._on_gpu, num_kv_groups=self.page_format.num_groups if offload and self.page_format else 0,
         )  # fmt: skip
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
         return step.lower(self._weights, self._cache, self._last_tokens, packed)

@@ -1,22 +1,19 @@
 """Continuous batching with a constant dense batch: who runs, which pages they own, and what the next step computes.
 
 Decoding sequences come first, one token each; chunks of prompts fill the rest of the dense batch, in order of arrival. A
-request is admitted when the predicted peak of page use fits the pool; it then gets the pages of its whole prompt at once, those
-of a prefix that is cached already and new ones for the rest, so that only decoding ever asks for more. If that fails after all,
-the youngest sequence gives up its pages and is computed again, from what is still cached of it.
+request is admitted (see `admission`) with the pages of its whole prompt at once, so that only decoding ever asks for more. If
+that fails after all, the youngest sequence gives up its pages and is computed again, from what is still cached of it.
 """
 
-import bisect
 import dataclasses
-import time
-from collections import deque
 
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch
 from nanoflow_jax.plan import PlanSet
+from nanoflow_jax.runtime.admission import Admission
+from nanoflow_jax.runtime.kv_load import Loads
 from nanoflow_jax.runtime.plan_choice import choose_plan
-from nanoflow_jax.runtime.prediction import OutputLengths, pages_counted_elsewhere, peak_pages
 from nanoflow_jax.runtime.prefix_cache import PrefixCache, SessionKey, extend_digests
 from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
 
@@ -24,7 +21,10 @@ from nanoflow_jax.runtime.sequences import Phase, Sequence, SequenceTable
 @dataclasses.dataclass(frozen=True)
 class FormedStep:
     """A batch to launch, and whom its samples belong to: sample `batch_rows[i]` is the next token of `sequences[i]`, which sat
-    in table row `rows[i]` when the batch was formed. `plan` is the index of the plan to execute it by, None if sequentially."""
+    in table row `rows[i]` when the batch was formed. `plan` is the index of the plan to execute it by, None if sequentially.
+
+    Row i of the batch computes tokens of `members[i]`, in table row `member_rows[i]`.
+    """
 
     batch: Batch
     num_tokens: int
@@ -32,6 +32,8 @@ class FormedStep:
     batch_rows: np.ndarray
     rows: np.ndarray
     sequences: np.ndarray
+    member_rows: np.ndarray
+    members: np.ndarray
     num_logprobs: int
     plan: int | None
 
@@ -50,6 +52,7 @@ class Batcher:
         num_eos: int,
         prefix_cache: bool = True,
         plans: PlanSet | None = None,
+        loads: Loads | None = None,
     ) -> None:
         largest = shapes[-1]
         if any((a.num_rows, a.pages_per_seq) > (largest.num_rows, largest.pages_per_seq) for a in shapes):
@@ -62,16 +65,13 @@ class Batcher:
         self.reuses_prefixes = prefix_cache
         self.cache = PrefixCache(num_pages)
         self.table = SequenceTable(self.max_running, max_length, largest.pages_per_seq, num_eos)
-        self.waiting: deque[Sequence] = deque()
-        self.output_lengths = OutputLengths()
+        self.admission = Admission(
+            self.table, self.cache, b_dense=self.b_dense, page_size=page_size, reuses_prefixes=prefix_cache, loads=loads
+        )
         self.num_preemptions = 0
-        self.num_prefix_hits = 0
-        self.num_prefix_misses = 0
-        self.num_reused_tokens = 0
-        self._admission_held = False
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.admission.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a finished or cancelled sequence out, wherever it is; its row and pages are free at once.
@@ -79,18 +79,23 @@ class Batcher:
         A step in flight may still write those pages. That is safe: steps run in order, so whoever gets them writes later.
         """
         if sequence.row < 0:
-            self.waiting.remove(sequence)
+            self.admission.remove(sequence)
         else:
+            self.admission.drop_load(sequence)
             self._release_pages(sequence.row, sequence.session)
             self.table.clear(sequence.row)
-        self._admission_held = False
+        self.admission.held = False
 
     def form(self) -> FormedStep | None:
         """The next step, or None when there is nothing to launch. Advances the state as if it had run."""
         table = self.table
+        self.admission.advance_loads()
         decoding = self._grow_decoding()
         budget = self.b_dense - decoding.size
-        self._admit(budget)
+        room, num_rows = self.admission.room(budget)
+        if num_rows:
+            self._index_full_pages()
+            self.admission.admit(room, num_rows)
         plan, budget = self._choose_plan(decoding.size, budget)
         prefilling, chunks = self._prefill_chunks(budget)
         num_tokens = decoding.size + int(chunks.sum())
@@ -117,6 +122,8 @@ class Batcher:
             batch_rows=batch_rows,
             rows=sampled,
             sequences=table.sequences[sampled],
+            member_rows=rows,
+            members=table.sequences[rows],
             num_logprobs=int(table.num_logprobs[sampled].max(initial=0)),
             plan=plan,
         )
@@ -138,7 +145,10 @@ class Batcher:
         needed = -(-np.maximum(table.kv_len, table.target) // self.page_size)
         holding = running & (table.phase != Phase.ENDING)
         assert (table.num_pages[holding] == needed[holding]).all(), "a sequence owns too many or too few pages"
-        assert all(sequence.row == -1 and not sequence.finished for sequence in self.waiting)
+        assert all(sequence.row == -1 and not sequence.finished for sequence in self.admission.waiting)
+        loading = {id(sequence.load) for sequence in table.sequences[table.phase == Phase.LOADING]}
+        held = [sequence.load for sequence in table.sequences if sequence is not None and sequence.load is not None]
+        assert {id(load) for load in held} == loading, "rows load if and only if they have a load"
 
     def _grow_decoding(self) -> np.ndarray:
         """Gives each decoding row the page that its next token needs, preempting the youngest while there are too few."""
@@ -160,15 +170,17 @@ class Batcher:
         preemption than finished requests. The victim's token of a step in flight is still valid, and is appended when that step
         is consumed, before the next `form`.
         """
-        candidates = np.flatnonzero((self.table.phase == Phase.PREFILL) | (self.table.phase == Phase.DECODE))
+        candidates = np.flatnonzero((self.table.phase != Phase.FREE) & (self.table.phase != Phase.ENDING))
         row = int(candidates[np.argmax(self.table.arrival[candidates])])
         sequence = self.table.sequences[row]
+        self.admission.drop_load(sequence)
+        sequence.load_attempts = 0
         self._release_pages(row, None)
         self.table.clear(row)
         sequence.preemptions += 1
         self.num_preemptions += 1
-        self._admission_held = True
-        self.waiting.appendleft(sequence)
+        self.admission.held = True
+        self.admission.waiting.appendleft(sequence)
 
     def _release_pages(self, row: int, session: SessionKey | None) -> None:
         """Takes a row's pages away. Full ones can be found from now on, until somebody else needs them."""
@@ -219,108 +231,6 @@ class Batcher:
             extend_digests(digests, sequence.request.cache_salt, self.table.tokens[row], self.page_size, num_full)
             names |= dict(zip(self.table.block_tables[row].tolist(), digests, strict=False))
         return names
-
-    def _admit(self, budget: int) -> None:
-        """Moves requests from the queue to rows, in order, as long as this step can begin them and the predicted peak fits."""
-        table = self.table
-        running = np.flatnonzero(table.phase)
-        if not self.waiting or self._admission_held:
-            return
-        prefilling = np.flatnonzero(table.phase == Phase.PREFILL)
-        budget -= int((table.target[prefilling] - table.kv_len[prefilling]).sum())
-        if budget <= 0 or running.size == self.max_running:
-            return
-        self._index_full_pages()
-        candidates, found = self._candidates(budget, self.max_running - running.size)
-        admitted = self._count_that_fits(candidates, found)
-        if admitted == 0 and running.size == 0:
-            admitted = 1  # whatever is predicted, a request alone fits: its output is limited to the pool
-        for pages in found[:admitted]:
-            self.cache.acquire(pages)  # all of them before new pages are taken, which may evict what nobody holds
-        for sequence, pages in zip(candidates[:admitted], found, strict=False):
-            self.waiting.popleft()
-            self._note_admission(sequence, pages.size * self.page_size)
-            own = self.cache.allocate(-(-sequence.tokens.size // self.page_size) - pages.size)
-            table.place(sequence, np.concatenate((pages, own)), pages.size, self.page_size)
-
-    def _note_admission(self, sequence: Sequence, num_reused: int) -> None:
-        if sequence.admitted_s is None:
-            sequence.admitted_s = time.perf_counter()
-            sequence.cached_tokens = num_reused
-        if sequence.session is not None:
-            self.cache.forget_session(sequence.session)
-        self.num_prefix_hits += num_reused > 0
-        self.num_prefix_misses += num_reused == 0 and self.reuses_prefixes
-        self.num_reused_tokens += num_reused
-
-    def _candidates(self, budget: int, num_rows: int) -> tuple[list[Sequence], list[np.ndarray]]:
-        """The head of the queue, up to what `budget` tokens can begin and `num_rows` can hold; and the cached pages of each."""
-        candidates, found = [], []
-        for sequence in self.waiting:
-            if budget <= 0 or len(candidates) == num_rows:
-                break
-            candidates.append(sequence)
-            found.append(self._find_prefix(sequence))
-            budget -= sequence.tokens.size - found[-1].size * self.page_size
-        return candidates, found
-
-    def _find_prefix(self, sequence: Sequence) -> np.ndarray:
-        """Cached pages of a waiting sequence's tokens, never of its last one: computing that one gives the next token."""
-        num_pages = (sequence.tokens.size - 1) // self.page_size * self.reuses_prefixes
-        return self.cache.find(sequence.page_digests(sequence.tokens, self.page_size, num_pages))
-
-    def _count_that_fits(self, candidates: list[Sequence], found: list[np.ndarray]) -> int:
-        """How many of the candidates, from the first, fit beside those running at the predicted peak.
-
-        They fit now, too: until the first of all ends, everybody holds its present pages at least, and every decoding row takes
-        a step more, for which `_grow_decoding` has given it the page.
-
-        Args:
-          found: cached pages of each candidate. Pages that several sequences hold count once.
-        """
-        table = self.table
-        # An ending row has given its pages back. Oldest first; candidates are younger than whoever runs.
-        running = np.flatnonzero((table.phase == Phase.PREFILL) | (table.phase == Phase.DECODE))
-        running = running[np.argsort(table.arrival[running])]
-        new_lengths = np.array([s.tokens.size for s in candidates])
-        lengths = np.concatenate((np.maximum(table.kv_len[running], table.target[running]), new_lengths))
-        prompts = np.concatenate((table.prompt_len[running], [s.num_prompt_tokens for s in candidates]))
-        finals = np.concatenate((table.final_len[running], [s.final_length for s in candidates]))
-        exact = np.concatenate((table.exact[running], [s.exact for s in candidates]))
-        reused = np.array([pages.size for pages in found])
-        unfilled = lengths - np.concatenate((table.kv_len[running], reused * self.page_size))
-
-        # Prompts are filled in this order, with what decoding leaves of each step.
-        steps_to_fill = -(-np.cumsum(unfilled) // max(1, self.b_dense - lengths.size))
-        delays = np.where(unfilled > 0, steps_to_fill, 0)
-        expected = prompts + self.output_lengths.expected_total(lengths + 1 - prompts, finals - prompts)
-        # The last token of an output never enters the cache.
-        remaining = np.maximum(np.where(exact, finals, expected) - 1 - lengths, 0)
-        shared = self._shared_columns(running, found)
-
-        def exceeds(count: int) -> bool:
-            n = running.size + count
-            elsewhere = pages_counted_elsewhere(shared[:n], delays[:n] + remaining[:n], self.cache.num_pages)
-            counted = lengths[:n] - elsewhere * self.page_size
-            return peak_pages(counted, delays[:n], remaining[:n], self.page_size) > self.cache.num_pages - 1
-
-        # The peak grows with every candidate.
-        return bisect.bisect_left(range(1, len(candidates) + 1), True, key=exceeds)
-
-    def _shared_columns(self, running: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
-        """int32[n, w]: the pages of running rows and then candidates that several may hold, 0 where there is none.
-
-        A page has the same place in everybody's block table, so all that are shared are in the first w columns, w being the
-        longest prefix that anybody found.
-        """
-        table = self.table
-        width = max(table.num_shared[running].max(initial=0), max(pages.size for pages in found))
-        shared = np.zeros((running.size + len(found), width), np.int32)
-        shared[: running.size] = table.block_tables[running, :width]
-        shared[: running.size][np.arange(width) >= table.num_pages[running, None]] = 0
-        for row, pages in zip(shared[running.size :], found, strict=True):
-            row[: pages.size] = pages
-        return shared
 
     def _prefill_chunks(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows that prefill in this step, oldest first, and the tokens that each gets of `budget`."""

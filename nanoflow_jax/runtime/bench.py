@@ -36,7 +36,9 @@ class NullRunner:
         self.plan_set: PlanSet | None = None
         self.pack_s = 0.0
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> SimpleNamespace:
+    def launch(
+        self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False
+    ) -> SimpleNamespace:
         start = time.thread_time()
         pack(batch)
         self.pack_s = time.thread_time() - start
@@ -59,7 +61,7 @@ def measure(*, sequences: int, b_dense: int, context: int, page_size: int, steps
     rng = np.random.default_rng(0)
     rows, added = [], 0
     while len(rows) < steps:
-        while len(engine.batcher.waiting) < 64:
+        while len(engine.batcher.admission.waiting) < 64:
             params = SamplingParams(max_tokens=int(rng.integers(200, 800)), ignore_eos=bool(added % 2))
             prompt = rng.integers(3, 32000, 512)
             engine.add(Request(request_id=str(added), prompt_token_ids=prompt, params=params, stream=stream))  # pyright: ignore

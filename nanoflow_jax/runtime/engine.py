@@ -8,13 +8,15 @@ import secrets
 import time
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.batcher import Batcher, FormedStep
+from nanoflow_jax.runtime.kv_load import WorthLoading, is_faster
+from nanoflow_jax.runtime.kv_store import KVStore
+from nanoflow_jax.runtime.kv_tiers import KVTiers
 from nanoflow_jax.runtime.request import (
     FinishReason,
     Limits,
@@ -26,8 +28,12 @@ from nanoflow_jax.runtime.request import (
     validate,
 )
 from nanoflow_jax.runtime.sequences import Sequence
+from nanoflow_jax.runtime.stats import EngineStats
 from nanoflow_jax.runtime.text import TextStream
 from nanoflow_jax.tokenizer import Tokenizer
+
+# Longest sleep while loads are all there is to do: new requests and cancels are noticed after it.
+_LOAD_WAIT_S = 0.005
 
 
 class Runner(Protocol):
@@ -43,66 +49,36 @@ class Runner(Protocol):
     num_compilations: int
     plan_set: PlanSet | None
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> Any: ...
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start, and the present state. Seconds are the host's.
-
-    Attributes:
-      steps, batch_tokens: steps launched and the tokens they computed; `planned_steps` were executed by a plan;
-      `padded_tokens` is the size of their shapes.
-      prompt_tokens: prompt tokens of admitted requests; `prefill_tokens` counts those computed, recomputed ones again.
-      output_tokens: tokens delivered (and billed); `dropped_tokens` were computed for requests that had ended.
-      finished: requests by finish reason.
-      form_s, launch_s, consume_s: host work; wait_s: time spent waiting for the device.
-      free_pages: pages that no request holds; cached contents do not keep a page from being used for something else.
-      prefix_hits, prefix_misses: admissions that found a cached prefix, or none; of a preempted request each counts.
-      reused_tokens: tokens that admissions found in the cache, and that were therefore not computed.
-      cached_pages: pages that can be found, held or not; `evicted_pages`: those whose contents gave way to others.
-      kept_sessions: sessions for which something is kept.
-    """
-
-    steps: int
-    planned_steps: int
-    batch_tokens: int
-    padded_tokens: int
-    prompt_tokens: int
-    prefill_tokens: int
-    output_tokens: int
-    dropped_tokens: int
-    preemptions: int
-    finished: dict[str, int]
-    form_s: float
-    launch_s: float
-    consume_s: float
-    wait_s: float
-    waiting: int
-    running: int
-    num_pages: int
-    free_pages: int
-    prefix_hits: int
-    prefix_misses: int
-    reused_tokens: int
-    cached_pages: int
-    evicted_pages: int
-    kept_sessions: int
-    b_dense: int
-    num_compilations: int
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> Any: ...
 
 
 class Engine:
     """Requests in, events out, one step at a time. Not thread-safe; `EngineService` puts a thread around it."""
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer | None = None, *, sync: bool = False, prefix_cache: bool = True
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        sync: bool = False,
+        prefix_cache: bool = True,
+        kv_store: KVStore | None = None,
+        worth_loading: WorthLoading = is_faster,
     ) -> None:
         """A fresh engine with an empty pool.
 
         Args:
           sync: consume each step before the next is formed: the same tokens, without overlap of host and device.
           prefix_cache: reuse K and V of prompts that begin alike, and of conversations.
+          kv_store: memory tiers for what the pool cannot keep. The engine owns the store; `close` closes it. The runner must
+            have been compiled with offload.
+          worth_loading: given seconds that a load and computing instead are expected to take, whether to load.
+
+        Raises:
+          ValueError: a store without prefix cache.
         """
+        if kv_store is not None and not prefix_cache:
+            raise ValueError("memory tiers need the prefix cache: it is how their pages are found")
         self.runner = runner
         self.tokenizer = tokenizer
         self.sync = sync
@@ -112,6 +88,8 @@ class Engine:
             pool_tokens=(runner.num_pages - 1) * runner.page_size,
             has_tokenizer=tokenizer is not None,
         )
+        num_rows = min(runner.max_sequences, runner.shapes[-1].num_rows)
+        self.tiers = None if kv_store is None else KVTiers(runner, kv_store, num_rows=num_rows, worth=worth_loading)
         self.batcher = Batcher(
             runner.shapes,
             num_pages=runner.num_pages,
@@ -121,8 +99,10 @@ class Engine:
             num_eos=len(runner.config.eos_token_ids),
             prefix_cache=prefix_cache,
             plans=runner.plan_set,
+            loads=self.tiers.loads if self.tiers else None,
         )
         self._in_flight: tuple[FormedStep, Any] | None = None
+        self._launched_s = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._counts = dict.fromkeys(
@@ -149,7 +129,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that have been admitted and not ended."""
-        return len(self._sequences) - len(self.batcher.waiting)
+        return len(self._sequences) - len(self.batcher.admission.waiting)
 
     def add(self, request: Request, *, prompt: np.ndarray | None = None, submitted_s: float | None = None) -> None:
         """Queues a request. The caller keeps ids unique.
@@ -191,16 +171,27 @@ class Engine:
 
     def step(self) -> list[RequestEvent]:
         """Launches the next step, consumes the one before it (with `sync`, the same one), and returns what became known."""
-        if self.sync:
-            launched = self._launch()
-            return self._consume(launched) if launched else []
-        previous = self._in_flight
-        self._in_flight = self._launch()
-        return self._consume(previous) if previous else []
+        launched = self._launch()
+        consumed = launched if self.sync else self._in_flight
+        self._in_flight = None if self.sync else launched
+        events = self._consume(consumed) if consumed else []
+        if self.tiers is not None and launched is not None:
+            formed, handle = launched
+            self.tiers.take(formed, handle.new_kv, self.batcher.table)  # the ids of its tokens are known from here on
+        elif self.tiers is not None and consumed is None and self._sequences:
+            self.tiers.loads.wait(_LOAD_WAIT_S)  # nothing to run until a load comes
+        return events
 
     def clear_prefix_cache(self) -> None:
-        """Forgets what is cached and not in use."""
+        """Forgets what the pool caches and nobody uses. The memory tiers keep what they have."""
         self.batcher.cache.clear()
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Cancels what is open and closes the memory tiers, if any: what is in host memory goes to SSD. False if that did not end
+        in time. The engine is of no use afterwards."""
+        for request_id in list(self._sequences):
+            self.cancel(request_id)
+        return self.tiers is None or self.tiers.close(timeout_s)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -208,28 +199,31 @@ class Engine:
             **self._seconds,
             finished=dict(self._finished),
             preemptions=self.batcher.num_preemptions,
-            waiting=len(self.batcher.waiting),
+            waiting=len(self.batcher.admission.waiting),
             running=self.batcher.table.num_running,
             num_pages=self.batcher.cache.num_pages,
             free_pages=self.batcher.cache.num_available,
-            prefix_hits=self.batcher.num_prefix_hits,
-            prefix_misses=self.batcher.num_prefix_misses,
-            reused_tokens=self.batcher.num_reused_tokens,
+            prefix_hits=self.batcher.admission.num_prefix_hits,
+            prefix_misses=self.batcher.admission.num_prefix_misses,
+            reused_tokens=self.batcher.admission.num_reused_tokens,
             cached_pages=self.batcher.cache.num_cached,
             evicted_pages=self.batcher.cache.num_evicted,
             kept_sessions=self.batcher.cache.num_sessions,
             b_dense=self.batcher.b_dense,
             num_compilations=self.runner.num_compilations,
+            kv_tiers=self.tiers.stats() if self.tiers else None,
         )
 
     def _launch(self) -> tuple[FormedStep, Any] | None:
-        start = time.perf_counter()
+        start = self._launched_s = time.perf_counter()
         formed = self.batcher.form()
         middle = time.perf_counter()
         self._seconds["form_s"] += middle - start
         if formed is None:
             return None
-        handle = self.runner.launch(formed.batch, num_logprobs=formed.num_logprobs, plan=formed.plan)
+        handle = self.runner.launch(
+            formed.batch, num_logprobs=formed.num_logprobs, plan=formed.plan, offload=self.tiers is not None
+        )
         self._seconds["launch_s"] += time.perf_counter() - middle
         self._counts["steps"] += 1
         self._counts["planned_steps"] += formed.plan is not None
@@ -245,6 +239,8 @@ class Engine:
         result = handle.result()
         now = time.perf_counter()
         self._seconds["wait_s"] += now - start
+        if self.tiers is not None and formed.num_prefill_tokens:
+            self.tiers.loads.note_step(formed.num_tokens, now - self._launched_s)
 
         table = self.batcher.table
         token_ids = result.token_ids[formed.batch_rows]
@@ -336,7 +332,7 @@ class Engine:
         del self._sequences[sequence.request.request_id]
         self._finished[reason.value] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.request.params.ignore_eos:
-            self.batcher.output_lengths.record(len(output_ids))
+            self.batcher.admission.output_lengths.record(len(output_ids))
         submitted = sequence.submitted_s
         return self._news(
             sequence,

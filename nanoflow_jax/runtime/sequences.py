@@ -9,18 +9,21 @@ import enum
 
 import numpy as np
 
+from nanoflow_jax.runtime.kv_load import Load
 from nanoflow_jax.runtime.prefix_cache import SessionKey, extend_digests
 from nanoflow_jax.runtime.request import MAX_STOP_TOKENS, Request, TokenLogprobs
 from nanoflow_jax.runtime.text import TextStream
 
 
 class Phase(enum.IntEnum):
-    """What a table row does next. ENDING: its last token is being computed, nothing is left to launch."""
+    """What a table row does next. ENDING: its last token is being computed, nothing is left to launch. LOADING: it waits for
+    pages that come from the memory tiers, and prefills then."""
 
     FREE = 0
     PREFILL = 1
     DECODE = 2
     ENDING = 3
+    LOADING = 4
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,6 +37,7 @@ class Sequence:
       tokens: prompt and output so far while the sequence waits; a running one has them in the table.
       row: its table row, -1 while it waits.
       preemptions: how often it lost its row.
+      load: pages on their way to it from the memory tiers; `load_attempts`: how many such loads it has had since it waits.
       digests: names of its full pages so far, for the prefix cache; tokens never change, so neither do these.
       cached_tokens: prompt tokens that it found in the prefix cache when it was first admitted.
       stopped_by_token: its last token is a stop token, which is no part of the text.
@@ -52,6 +56,8 @@ class Sequence:
     row: int = -1
     preemptions: int = 0
     finished: bool = False
+    load: Load | None = None
+    load_attempts: int = 0
     digests: list[bytes] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
     stopped_by_token: bool = False

@@ -9,7 +9,8 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -74,13 +75,48 @@ class MockResult:
     top_logprobs: np.ndarray | None
 
 
+class OnDevice:
+    """Half of each token's number, once the step has run; whoever reads it waits for that, on any thread."""
+
+    def __init__(self, runner: "MockRunner", group: int) -> None:
+        self._runner, self._group = runner, group
+        self._values: np.ndarray | None = None
+        self._run = threading.Event()
+
+    def set(self, numbers: np.ndarray) -> None:
+        self._values = numbers.view(np.uint32).reshape(-1, 2)[:, self._group : self._group + 1].copy()
+        self._run.set()
+
+    def copy_to_host_async(self) -> None:
+        self._runner.num_copies += 1
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        assert self._run.wait(30.0), "the step never ran"
+        self._runner.before_copy()
+        assert self._values is not None
+        return self._values
+
+
+class Staged:
+    """Pages on their way to the device, which may read them at any time until they are written."""
+
+    def __init__(self, runner: "MockRunner", pages: np.ndarray) -> None:
+        self._runner, self.pages = runner, pages
+
+    def block_until_ready(self) -> None:
+        self._runner.before_copy()
+
+
 class MockStep:
-    def __init__(self, runner: "MockRunner") -> None:
+    def __init__(self, runner: "MockRunner", num_groups: int) -> None:
         self._runner = runner
         self._result: MockResult | None = None
+        self.new_kv = tuple(OnDevice(runner, group) for group in range(num_groups))
 
-    def set(self, result: MockResult) -> None:
+    def set(self, result: MockResult, numbers: np.ndarray) -> None:
         self._result = result
+        for array in self.new_kv:
+            array.set(numbers)
 
     def result(self) -> MockResult:
         if self._runner.step_gate is not None:
@@ -130,14 +166,34 @@ class MockRunner:
         self.batches: list[Batch] = []
         self._pool = np.random.default_rng(0).integers(0, 1 << 63, num_pages * page_size, np.uint64)
         self._last_tokens = np.full(self.max_sequences, 7, np.int64)
-        self._pending: list[tuple[Batch, int, MockStep]] = []
+        # Steps and writes of pages, in the order of launches.
+        self._pending: list[tuple[Batch, int, MockStep] | tuple[Staged, np.ndarray]] = []
+        self.page_format = SimpleNamespace(
+            num_groups=2, page_bytes=8 * page_size, chunk_sizes=(1, 3), dtype=np.dtype(np.uint32), describe=lambda: "mock"
+        )
+        self.before_copy: Callable[[], None] = lambda: None
+        self.num_copies = 0
 
     def warm_up(self, progress=None) -> None:
         pass
 
-    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None) -> MockStep:
+    def weights_checksum(self) -> str:
+        return "mock"
+
+    def stage_pages(self, pages: np.ndarray) -> Staged:
+        assert len(pages) in self.page_format.chunk_sizes
+        return Staged(self, pages)
+
+    def write_pages(self, staged: Staged, page_ids: np.ndarray) -> None:
+        assert 0 < page_ids.size <= len(staged.pages)
+        assert (page_ids > 0).all(), "nobody owns the dummy page"
+        self._pending.append((staged, page_ids.copy()))
+        if not self.lazy:
+            self._write_first_pages()
+
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> MockStep:
         assert batch.shape in self.shapes
-        step = MockStep(self)
+        step = MockStep(self, self.page_format.num_groups if offload else 0)
         batch = copy.deepcopy(batch)
         self.batches.append(batch)
         self._pending.append((batch, num_logprobs, step))
@@ -147,15 +203,25 @@ class MockRunner:
 
     def run_through(self, step: MockStep) -> None:
         """Runs launched steps in order up to `step`."""
-        if all(step is not pending for _, _, pending in self._pending):
+        if all(step is not pending[-1] for pending in self._pending):
             return
         while True:
-            batch, num_logprobs, pending = self._pending.pop(0)
-            pending.set(self._execute(batch, num_logprobs))
+            self._write_first_pages()
+            batch, num_logprobs, pending = self._pending.pop(0)  # pyright: ignore[reportAssignmentType]
+            result, numbers = self._execute(batch, num_logprobs)
+            pending.set(result, numbers)
             if pending is step:
                 return
 
-    def _execute(self, batch: Batch, num_logprobs: int) -> MockResult:
+    def _write_first_pages(self) -> None:
+        while self._pending and isinstance(self._pending[0][0], Staged):
+            staged, page_ids = self._pending.pop(0)  # pyright: ignore[reportAssignmentType]
+            halves = staged.pages.view(np.uint32).reshape(-1, 2, self.page_size)
+            numbers = np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint64)[:, :, 0]
+            self._pool.reshape(-1, self.page_size)[page_ids] = numbers[: page_ids.size]
+
+    def _execute(self, batch: Batch, num_logprobs: int) -> tuple[MockResult, np.ndarray]:
+        """The results, and uint64[T], what each token left in the pool."""
         check_batch(batch, self.page_size)
         tokens = np.where(batch.token_rows >= 0, self._last_tokens[batch.token_rows], batch.token_ids)
         self._write_kv(batch, tokens)
@@ -172,10 +238,12 @@ class MockRunner:
             logprobs[row] = -float(states[row] % 1000) / 1000
         sampling = batch.sequence_rows >= 0
         self._last_tokens[batch.sequence_rows[sampling]] = token_ids[sampling]
+        numbers = np.where(batch.slots >= 0, self._pool[batch.slots], 0)
         if not num_logprobs:
-            return MockResult(token_ids, logprobs, None, None)
+            return MockResult(token_ids, logprobs, None, None), numbers
         top = (token_ids[:, None] + np.arange(num_logprobs)) % self.config.vocab_size
-        return MockResult(token_ids, logprobs, top, logprobs[:, None] - np.arange(num_logprobs, dtype=np.float32))
+        top_logprobs = logprobs[:, None] - np.arange(num_logprobs, dtype=np.float32)
+        return MockResult(token_ids, logprobs, top, top_logprobs), numbers
 
     def _write_kv(self, batch: Batch, tokens: np.ndarray) -> None:
         for row in np.flatnonzero(batch.q_lens):

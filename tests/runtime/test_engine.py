@@ -134,7 +134,7 @@ class Optimist:
 def optimistic(runner: MockRunner, **options) -> Engine:
     """An engine that preempts: its requests must not ignore EOS, for those it counts in full."""
     engine = Engine(runner, **options)
-    engine.batcher.output_lengths = Optimist()
+    engine.batcher.admission.output_lengths = Optimist()
     return engine
 
 
@@ -364,7 +364,7 @@ def test_the_dense_batch_is_full_while_prompts_wait():
     engine = Engine(runner)
     for i in range(40):
         engine.add(request(f"r{i}", prompt(rng, 40), max_tokens=20, ignore_eos=True))
-    while engine.batcher.waiting:
+    while engine.batcher.admission.waiting:
         engine.step()
         tokens = int(runner.batches[-1].q_lens.sum())
         assert tokens == 32 or engine.batcher.table.num_running == 16

@@ -34,7 +34,7 @@ def engines(llm):
     def make(*, preempting: bool = False, **options) -> Engine:
         engine = Engine(llm.engine.runner, llm.engine.tokenizer, **options)
         if preempting:
-            engine.batcher.output_lengths = Optimist()
+            engine.batcher.admission.output_lengths = Optimist()
         return engine
 
     return make
