@@ -24,7 +24,7 @@ from nanoflow_jax.compare.measure import TRACED_STEPS, Bench, Compiled, Key, Set
 from nanoflow_jax.compare.schedule import read_schedule
 from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
 from nanoflow_jax.compare.steady import Workload, parse_workload
-from nanoflow_jax.compare.trace import NoDeviceTraceError, read_events
+from nanoflow_jax.compare.trace import Event, NoDeviceTraceError, by_device, read_events
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.executor.runner import ExecutionMode, enable_compilation_cache
@@ -202,24 +202,26 @@ def _overlap(
     layer = busy[deep].per_layer(busy[shallow], deep - shallow)
     plan = bench.setup.plan
     phases = None if variant.mode in ("sequential", "nano", "xla") else group(plan, deep)
+    text = compiled[deep].run.as_text()
     if args.out:
-        _draw(bench, variant, events[deep], row, out)
-    schedule = read_schedule(compiled[deep].run.as_text())
+        _draw(bench, variant, events[deep], text, row, out)
+    schedule = read_schedule(text)
     return overlap.record(layer, events[deep], phases=phases, schedule=schedule, num_sms=plan.num_sms)
 
 
-def _draw(bench: Bench, variant: Variant, events: Sequence[Any], row: report.Row, out: Path) -> None:
+def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, row: report.Row, out: Path) -> None:
     setup, deep = bench.setup, max(bench.setup.depths)
     if variant.mode == "sequential":
         order = names.sequential_order(setup.at(deep), bench.layout)
     else:
         # What XLA is free to order has no order to match.
         order = [] if variant.mode == "xla" else names.planned_order(setup.plan, deep)
-    by_device = pictures.by_device(events)
+    scoped = names.scopes(text)
+    devices = by_device(events)
     labels = {}
-    for of_device in by_device.values():
-        labels |= names.label_events(of_device, order, TRACED_STEPS)
-    first = by_device[min(by_device)]
+    for of_device in devices.values():
+        labels |= names.label_events(of_device, order, TRACED_STEPS, scoped)
+    first = devices[min(devices)]
     period_us = row["burst"]["period_us"]
     window = pictures.middle_of_step(first, TRACED_STEPS, deep * period_us, 2 * period_us)
     title = f"{setup.plan.model}, {variant.label}: two layers of {period_us:.0f} us mid-step; bar height and number: SMs"

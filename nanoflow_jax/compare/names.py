@@ -1,8 +1,9 @@
-"""Which nano-operation each kernel of a trace is: kernels of one kind run in the order in which the mode issues them."""
+"""Which nano-operation each kernel of a trace is: by the name scope that the executor gave it, else by order."""
 
 import dataclasses
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nanoflow_jax.compare.trace import Event, kind
 from nanoflow_jax.config import ModelConfig
@@ -27,6 +28,9 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "embed": ("collective",),
     "logits": ("gemm", "collective"),
 }
+
+
+_SCOPE = re.compile(r'^\s*(?:ROOT )?%?(\S+) = .*op_name="[^"]*?\b([a-z_]+)\.(\d+)\.(\d+)\b[^"]*"', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,22 @@ def planned_order(plan: PipelinePlan, num_layers: int) -> list[Label]:
     return [Label("embed"), *nano, Label("logits")]
 
 
-def label_events(events: Sequence[Event], order: Sequence[Label], steps: int) -> dict[Event, Label]:
+def scopes(text: str) -> dict[str, Label]:
+    """Instruction -> nano-operation in a compiled module's text, from scopes `OPERATION.LAYER.NANO_BATCH` in its metadata."""
+    found = {}
+    for name, operation, layer, nano_batch in _SCOPE.findall(text):
+        found[name] = Label(operation, int(layer), int(nano_batch))
+    return found
+
+
+def label_events(
+    events: Sequence[Event], order: Sequence[Label], steps: int, scoped: Mapping[str, Label] | None = None
+) -> dict[Event, Label]:
     """A label for every event of one device.
 
-    Kinds whose kernels are as many as `order` tells for `steps` steps are matched in order of start; of the others, and where
-    `order` is empty because the mode has none, only the kind is told.
+    Kernels whose instruction is in `scoped` have its label. Of the others, kinds whose kernels are as many as `order` tells for
+    `steps` steps are matched in order of start; of the rest, and where `order` is empty because the mode has none, only the
+    kind is told.
     """
     expected: dict[str, list[Label]] = defaultdict(list)
     for label in order:
@@ -71,5 +86,7 @@ def label_events(events: Sequence[Event], order: Sequence[Label], steps: int) ->
     for each, of_kind in found.items():
         told = expected[each] * steps
         matched = told if len(told) == len(of_kind) else [Label(each)] * len(of_kind)
+        if each != "other" and scoped:
+            matched = [scoped.get(event.op, label) for event, label in zip(of_kind, matched, strict=True)]
         labels.update(zip(of_kind, matched, strict=True))
     return labels

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from nanoflow_jax.compare.names import Label, scopes
 from nanoflow_jax.compare.trace import resources
 from nanoflow_jax.plan import Resource
 
@@ -23,6 +24,10 @@ class Entry:
     what: Literal["start", "done", "blocking"]
     resources: frozenset[Resource]
     started: str = ""
+    label: Label | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({' and '.join(sorted(self.resources))}{f', {self.label}' if self.label else ''})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +71,16 @@ class Schedule:
             if not entry.resources & {a, b}:
                 continue
             if last is not None and last.what == "done" and entry.what != "done" and not entry.resources & last.resources:
-                return f", as {last.name} waits for {_joined(last)} before {entry.name} issues {_joined(entry)}"
+                return f", as {last} comes before {entry}"
             last = entry
         return ""
-
-
-def _joined(entry: Entry) -> str:
-    return " and ".join(sorted(entry.resources))
 
 
 def read_schedule(text: str) -> Schedule | None:
     """The schedule of `compiled.as_text()`; None if that is not a scheduled module."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         return None
-    held = _resources_of_computations(text)
+    held, labels = _resources_of_computations(text), scopes(text)
     entries: list[Entry] = []
     of_start: dict[str, frozenset[Resource]] = {}
     for line in text[text.find("\nENTRY ") :].splitlines():
@@ -90,14 +91,14 @@ def read_schedule(text: str) -> Schedule | None:
         opcode, operand = work[1], work[2]
         if opcode.endswith("-done"):
             if of_start.get(operand):
-                entries.append(Entry(name[1], "done", of_start[operand], operand))
+                entries.append(Entry(name[1], "done", of_start[operand], operand, labels.get(name[1])))
             continue
         found = frozenset({Resource.NETWORK}) if re.match(_COLLECTIVES, opcode) else _resources_of_line(line, held)
         started = opcode.endswith("-start")
         if started:
             of_start[name[1]] = found
         if found:
-            entries.append(Entry(name[1], "start" if started else "blocking", found))
+            entries.append(Entry(name[1], "start" if started else "blocking", found, label=labels.get(name[1])))
     return Schedule(tuple(entries))
 
 

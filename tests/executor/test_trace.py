@@ -1,5 +1,6 @@
 """Reading traces and schedules, the arithmetic of overlap, and the reasons for its absence, on small made-up traces."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.compare import overlap, pictures
-from nanoflow_jax.compare.names import Label, label_events, planned_order, sequential_order
+from nanoflow_jax.compare.names import Label, label_events, planned_order, scopes, sequential_order
 from nanoflow_jax.compare.schedule import read_schedule
 from nanoflow_jax.compare.trace import (
     Event,
@@ -237,7 +238,10 @@ ENTRY %main (p: bf16[8]) -> bf16[8] {{
 """
 GEMM_START = "  %call-start = ((bf16[8]{0}), bf16[8]{0}) call-start(%p), to_apply=%compute_on.1"
 GEMM_DONE = "  %call-done = bf16[8]{0} call-done(%call-start)"
-DECODE_START = "  %call-start.1 = ((bf16[8]{0}), bf16[8]{0}) call-start(%p), to_apply=%compute_on.2"
+DECODE_START = (
+    "  %call-start.1 = ((bf16[8]{0}), bf16[8]{0}) call-start(%p), to_apply=%compute_on.2, "
+    'metadata={op_name="jit(forward)/decode_attention.0.1/compute_on"}'
+)
 DECODE_DONE = "  ROOT %call-done.1 = bf16[8]{0} call-done(%call-start.1)"
 REDUCE = "  %psum = bf16[8]{0} all-reduce(%p), channel_id=1, to_apply=%region"
 
@@ -256,7 +260,7 @@ def test_schedules_tell_what_is_in_flight_together() -> None:
 def test_a_schedule_that_waits_is_the_reason() -> None:
     text = scheduled(GEMM_START, GEMM_DONE, DECODE_START, DECODE_DONE, REDUCE)
     told = reason([event(C, 0, 5000), event(M, 7000, 5000)], C, M, text=text)
-    assert "call-done waits for compute before call-start.1 issues memory" in told
+    assert "as call-done (compute) comes before call-start.1 (memory, decode_attention 2);" in told
     assert "came within 2.0 us, with 132 and 132 CTAs, more than the 132 SMs" in told
 
 
@@ -304,6 +308,24 @@ def test_what_does_not_match_is_told_by_kind() -> None:
     labels = label_events(events, order, 1)
     assert [str(labels[e]) for e in events] == ["gemm", "decode_attention"]
     assert labels[events[1]].layer == 0
+
+
+def test_scopes_in_the_module_name_kernels_whatever_their_order() -> None:
+    text = """
+  ROOT %mpmd_map.3 = bf16[8]{0} custom-call(%p), metadata={op_name="jit(forward)/shard_map/o_proj.1.2/compute_on/gemm/mpmd_map"}
+  %mpmd_map.4 = bf16[8]{0} custom-call(%p), metadata={op_name="jit(forward)/qkv_proj.10.0/mpmd_map" stack_frame_id=9}
+  %dot.5 = bf16[8]{0} custom-call(%p), metadata={op_name="jit(forward)/dot_general"}
+"""
+    found = scopes(text)
+    assert found == {"mpmd_map.3": Label("o_proj", 1, 2), "mpmd_map.4": Label("qkv_proj", 10, 0)}
+    events = [
+        dataclasses.replace(event(C, i, 1), op=op, name=name)
+        for i, (op, name) in enumerate([
+            ("mpmd_map.3", "gemm"), ("mpmd_map.4", "gemm"), ("dot.5", "gemm"), ("mpmd_map.4", "fusion_3"),
+        ])
+    ]  # fmt: skip
+    labels = label_events(events, [], 1, found)
+    assert [str(labels[e]) for e in events] == ["o_proj 3", "qkv_proj 1", "gemm", "other"]
 
 
 def test_the_window_lies_in_the_middle_step() -> None:
