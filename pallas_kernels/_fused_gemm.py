@@ -104,8 +104,12 @@ def multiply_claimed(
         @pl.when(wg < config.consumers)
         def _consumer() -> None:
             plgpu.set_max_registers(consumer_registers, action="increase")
-            walk = functools.partial(_follow, orders, config)
-            consume(walk, a_smem, b_smem, full, free, functools.partial(write, staging=staging), config)
+
+            def write_ordered(segment: Segment, totals: list[Array]) -> None:
+                # Read once more: over all the products these numbers would hold registers.
+                write(_segment(config, _load(orders, segment.extra[0])), totals, staging=staging)
+
+            consume(functools.partial(_follow, orders), a_smem, b_smem, full, free, write_ordered, config)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == config.consumers)
@@ -138,10 +142,14 @@ def _by_warps(interpreted: bool, *tasks: Callable[[], Any]) -> None:
     _mosaic.for_each_warp(run, len(tasks), interpreted)
 
 
-def _read(orders: Orders, index: Array) -> list[Array]:
-    """The fields of order number `index`, once it has come."""
+def _await(orders: Orders, index: Array) -> Array:
+    """The slot of order number `index`, once it has come."""
     slot = lax.rem(index, _ORDERS)
     plgpu.barrier_wait(orders.posted.at[slot])
+    return slot
+
+
+def _load(orders: Orders, slot: Array) -> list[Array]:
     return [orders.smem[slot, field] for field in range(fields.PLACE + 1)]
 
 
@@ -154,17 +162,21 @@ Body = Callable[[Segment, Array], Array]
 State = tuple[Array, Array, list[Array]]
 
 
-def _follow(orders: Orders, config: GemmConfig, body: Body) -> Array:
-    """A consumer's walk over its CTA's segments."""
+def _follow(orders: Orders, body: Body) -> Array:
+    """A consumer's walk over its CTA's segments, of which it knows the number of steps and the order's slot."""
 
-    def one(state: State) -> State:
-        index, step, order = state
-        step = body(_segment(config, order), step)
-        plgpu.barrier_arrive(orders.taken.at[lax.rem(index, _ORDERS)])
-        return index + 1, step, _read(orders, index + 1)
+    def next_steps(index: Array) -> Array:
+        return orders.smem[_await(orders, index), fields.K_STEPS]
 
-    start = (jnp.int32(0), jnp.int32(0), _read(orders, jnp.int32(0)))
-    index, step, _ = lax.while_loop(lambda state: state[2][fields.K_STEPS] > 0, one, start)
+    def one(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        index, step, k_steps = state
+        slot, zero = lax.rem(index, _ORDERS), jnp.int32(0)
+        step = body(Segment(zero, zero, zero, k_steps, extra=(slot,)), step)
+        plgpu.barrier_arrive(orders.taken.at[slot])
+        return index + 1, step, next_steps(index + 1)
+
+    start = (jnp.int32(0), jnp.int32(0), next_steps(jnp.int32(0)))
+    index, step, _ = lax.while_loop(lambda state: state[2] > 0, one, start)
     plgpu.barrier_arrive(orders.taken.at[lax.rem(index, _ORDERS)])
     return step
 
@@ -197,12 +209,12 @@ def _lead(claims: Claims, orders: Orders, config: GemmConfig, stages: int, load:
             post(index + 1)
 
         _by_warps(orders.interpreted, load_all, claim)
-        upcoming = _read(orders, index + 1)
+        upcoming = _load(orders, _await(orders, index + 1))
         plgpu.commit_smem()  # no warp may fall behind by a turn of the ring
         return index + 1, step + segment.k_steps, upcoming
 
     _by_warps(orders.interpreted, lambda: None, lambda: post(jnp.int32(0)))
-    start = (jnp.int32(0), jnp.int32(0), _read(orders, jnp.int32(0)))
+    start = (jnp.int32(0), jnp.int32(0), _load(orders, _await(orders, jnp.int32(0))))
     index, step, _ = lax.while_loop(lambda state: state[2][fields.K_STEPS] > 0, one, start)
     return index + 1, step
 

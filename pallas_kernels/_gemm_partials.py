@@ -5,6 +5,7 @@ tile and waits for the others, whose part is due earlier. The CTAs of a cluster 
 collects and writes some blocks of the tile; they need no semaphores, hence no launch that clears any.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +46,13 @@ def write_or_share(
     segment: Segment,  # extra: how many places before its own have sums to add, whether its own are for later, its place
     totals: list[Array],
     staging: dict[str, Any],
+    columns_at_once: int | None = None,
 ) -> None:
-    """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes."""
+    """Leaves the sums of a partial segment to the tile's owner; an owner adds its sources' sums in order and writes.
+
+    An owner adds `columns_at_once` of each half's sums at a time (None: all), for kernels whose registers do not hold all sums
+    and what is loaded for all of them.
+    """
     wg = lax.axis_index("wg")
     sources, partial, place = segment.extra
     # The interpreter runs CTAs in order of their index and has no semaphores.
@@ -62,17 +68,22 @@ def write_or_share(
 
     @pl.when(partial == 0)
     def _() -> None:
-        def add(half: int, i: Array, total: Array) -> Array:
+        def add(half: int, j: int, i: Array, total: Array) -> Array:
             source = place - (sources - i) * config.cluster
             if done is not None:
                 plgpu.semaphore_wait(done.at[source, wg], decrement=False, memory_scope="gpu")
-            return total + _load(partials.at[source, half], total.shape, 0, 0, config, interpreted)
+            return total + _load(partials.at[source, half], total.shape, 0, j // BLOCK, config, interpreted)
 
         # One half after the other: the registers do not hold both halves and what is loaded for both.
-        summed = [
-            lax.fori_loop(0, sources, lambda i, t, half=half: add(half, i, t), total) for half, total in enumerate(totals)
-        ]
-        write(segment, summed, staging=staging)
+        def summed(half: int, total: Array) -> Array:
+            width = columns_at_once or total.shape[1]
+            parts = [
+                lax.fori_loop(0, sources, functools.partial(add, half, j), total[:, j : j + width])
+                for j in range(0, total.shape[1], width)
+            ]
+            return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+        write(segment, [summed(half, total) for half, total in enumerate(totals)], staging=staging)
 
 
 def write_in_cluster(

@@ -29,8 +29,9 @@ from pallas_kernels._decode_plan import TuningConfig as AttentionConfig
 from pallas_kernels._fused_gemm import Claims, multiply_claimed, warpgroups
 from pallas_kernels._gemm_config import GemmConfig
 from pallas_kernels._gemm_partials import partials_shape, write_or_share
+from pallas_kernels._gemm_pipeline import BLOCK
 from pallas_kernels.decode_attention import make_plan
-from pallas_kernels.gemm import check_operands, epilogue_staging, write_blocks
+from pallas_kernels.gemm import check_operands, epilogue_staging, gemm, write_blocks
 
 _NAME = "gemm_with_decode_attention"
 
@@ -69,6 +70,9 @@ def gemm_with_decode_attention(
     if attention_config is None:
         attention_config = AttentionConfig(workers=2, slots=6 * 128 // q.shape[-1])
     plan = make_plan(_NAME, q, k_pages, v_pages, block_tables, kv_lens, num_sms=attention_sms, config=attention_config)
+    if q.size == 0:
+        c = gemm(a, b, bias=bias, residual=residual, swiglu=swiglu, num_sms=gemm_sms + attention_sms, config=gemm_config)
+        return c, jnp.zeros_like(q)
     m, k = a.shape
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
@@ -132,7 +136,7 @@ def _run(
 
         write = functools.partial(write_blocks, bias_ref, residual_ref, out_ref, config)
         if places:
-            write = functools.partial(write_or_share, write, partials_ref, config, plan.interpreted)
+            write = functools.partial(write_or_share, write, partials_ref, config, plan.interpreted, columns_at_once=BLOCK)
         counter = None if plan.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
         multiply_claimed(
             Claims(table_ref, counter, sm, num_ctas),

@@ -207,3 +207,21 @@ def _attend(
     _, total, out = lax.fori_loop(0, (last.max() + chunk) // chunk, body, start)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.reshape(B, K, Tq, G, H).transpose(0, 2, 1, 3, 4).astype(q.dtype)
+
+
+def gemm_with_decode_attention(
+    a: Float[Array, "M K_a"],
+    b: Float[Array, "K_a *N"],
+    q: Float[Array, "B K G H"],
+    k_pages: Float[Array, "P K page_size H"],
+    v_pages: Float[Array, "P K page_size H"],
+    block_tables: Int[Array, "B pages"],
+    kv_lens: Int[Array, " B"],
+    *,
+    bias: Float[Array, "*N"] | None = None,
+    residual: Float[Array, "M N_out"] | None = None,
+    swiglu: bool = False,
+) -> tuple[Float[Array, "M N_out"], Float[Array, "B K G H"]]:
+    """`gemm` and `decode_attention`, which have nothing to do with each other but that one kernel can do both."""
+    attended = decode_attention(q, k_pages, v_pages, block_tables, kv_lens)
+    return gemm(a, b, bias=bias, residual=residual, swiglu=swiglu), attended
