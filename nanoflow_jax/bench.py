@@ -34,12 +34,15 @@ from nanoflow_jax.checkpoints import resolve_smollm2
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import ExecutionMode, RunnerConfig
 from nanoflow_jax.kernels import KernelChoice
+from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.request import Request, SamplingParams
+from nanoflow_jax.runtime.sizing import pool_tokens, steady_sizes
 
+_GPU_PAGE_SIZE = 64
 _HOST_PARTS = ("form_s", "launch_s", "consume_s", "wait_s")
 
 
@@ -65,6 +68,7 @@ class StepRecord:
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
+    claim_device_memory(0.95)
     conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
     longest = max(each.total for each in conversations) if conversations else args.input + args.output
     peer = run_peer(args) if args.peer_python else None
@@ -75,9 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         tp_size=args.tp_size,
         options=RunnerConfig(
-            b_dense=args.b_dense,
-            max_sequences=args.max_sequences,
-            page_size=args.page_size,
+            **step_sizes(args),
             num_pages=args.num_pages,
             max_context=args.max_context or longest,
             mode=args.mode,
@@ -97,6 +99,20 @@ def main(argv: list[str] | None = None) -> None:
         report = bench_uniform(llm, args) | {"workload": args.workload, "peer": peer, **_setting(llm, args)}
         print_table(report)
     print(json.dumps(report))
+
+
+def step_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """b_dense, max_sequences and page_size: as told, else what keeps a GPU's memory full, else `RunnerConfig`'s defaults."""
+    told = {name: getattr(args, name) for name in ("b_dense", "max_sequences", "page_size")}
+    chosen = {field.name: field.default for field in dataclasses.fields(RunnerConfig) if field.name in told}
+    free = free_device_bytes(jax.devices()[0])
+    if free is not None:
+        chosen["page_size"] = _GPU_PAGE_SIZE
+        if args.model in PRESETS and args.workload == "uniform":
+            tokens = pool_tokens(PRESETS[args.model], args.tp_size, free, itemsize=2)
+            chosen |= dataclasses.asdict(steady_sizes(tokens, args.input, args.output))
+    sizes = chosen | {name: value for name, value in told.items() if value is not None}
+    return sizes | {"max_sequences": min(sizes["max_sequences"], sizes["b_dense"])}
 
 
 def bench_uniform(llm: LLM, args: argparse.Namespace) -> dict:
@@ -329,11 +345,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and random weights (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument("--tp-size", type=int, default=1, help="devices to divide the model over (default %(default)s)")
-    parser.add_argument("--b-dense", type=int, default=defaults.b_dense, help="tokens per step (default %(default)s)")
-    parser.add_argument(
-        "--max-sequences", type=int, default=defaults.max_sequences, help="requests running at once (default %(default)s)"
-    )
-    parser.add_argument("--page-size", type=int, default=defaults.page_size, help="tokens per KV page (default %(default)s)")
+    parser.add_argument("--b-dense", type=int, help="tokens per step (default: on a GPU from its memory)")
+    parser.add_argument("--max-sequences", type=int, help="requests running at once (default: on a GPU from its memory)")
+    parser.add_argument("--page-size", type=int, help=f"tokens per KV page (default {defaults.page_size}, on a GPU 64)")
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what the workload needs)")
     parser.add_argument(

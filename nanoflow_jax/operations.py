@@ -103,6 +103,8 @@ def logits(config: ModelConfig, decoder: Decoder, x: Float[Array, "S D"]) -> Flo
     else:
         local = jnp.matmul(h, decoder.lm_head[...], preferred_element_type=jnp.float32)
     full = all_gather(local, axis=1)
+    if full.shape[1] == config.vocab_size:
+        return full
     return jnp.where(jnp.arange(full.shape[1], dtype=jnp.int32)[None] < config.vocab_size, full, -jnp.inf)
 
 

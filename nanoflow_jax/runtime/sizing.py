@@ -1,0 +1,45 @@
+"""How large a step should be: what the KV pool can keep busy, for requests of known lengths."""
+
+import dataclasses
+
+from nanoflow_jax.config import ModelConfig
+
+_B_DENSE_MULTIPLE = 128
+# Beyond this many tokens a GEMM gains nothing, while tokens wait longer for their step.
+_LARGEST_B_DENSE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """See `executor.runner.RunnerConfig`."""
+
+    b_dense: int
+    max_sequences: int
+
+
+def steady_sizes(pool_tokens: int, input_tokens: int, output_tokens: int) -> StepSizes:
+    """The dense batch of the steady state in which the pool is full (paper, section 3.1), in multiples of 128 tokens.
+
+    A decoding request holds `input + output / 2` tokens on average and takes one token of a step, while `input / output` prompt
+    tokens enter on its behalf. More requests than the mean allows may run at once, as long as they are young.
+
+    Raises:
+      ValueError: the pool does not hold one request.
+    """
+    if input_tokens + output_tokens > pool_tokens:
+        raise ValueError(f"a pool of {pool_tokens} tokens does not hold {input_tokens} tokens in and {output_tokens} out")
+    sequences = int(pool_tokens / (input_tokens + output_tokens / 2))
+    sustained = int(sequences * (input_tokens + output_tokens) / output_tokens)
+    multiples = max(1, round(min(sustained, _LARGEST_B_DENSE) / _B_DENSE_MULTIPLE))
+    b_dense = multiples * _B_DENSE_MULTIPLE
+    return StepSizes(b_dense, min(b_dense, _up(sequences * 5 // 4, 64)))
+
+
+def pool_tokens(config: ModelConfig, tp: int, free_bytes: int, itemsize: int) -> int:
+    """Tokens of KV cache that fit on `tp` devices of `free_bytes` each, before the weights are there."""
+    weights, per_token = config.num_params * itemsize, config.kv_bytes_per_token(itemsize)
+    return max(0, int((tp * free_bytes - weights) / per_token))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
