@@ -165,7 +165,8 @@ def _row(job: Job, v: Variant, seconds: dict[str, Any]) -> timing.Row:
 
 def measure(jobs: Sequence[Job], *, workers: int, compile_seconds: float = 600.0) -> Iterator[tuple[Job, dict[str, Any]]]:
     """Seconds per call of every variant of every job, by the variant's name; an error's text where one failed."""
-    for job, result in parallel.run(jobs, _prepare, _measure, workers=workers, compile_seconds=compile_seconds):
+    run = parallel.run(jobs, _prepare, _measure, workers=workers, compile_seconds=compile_seconds, job_seconds=30.0)
+    for job, result in run:
         yield job, {"error": str(result)} if isinstance(result, Exception) else result
 
 
@@ -201,7 +202,7 @@ def _measure(job: Job, prepared: _Prepared) -> dict[str, Any]:
     inputs = prepared.inputs()
     errors = prepared.errors | _wrong_results(job, prepared.chains, inputs)
     right = {name: chain for name, chain in prepared.chains.items() if name not in errors}
-    return errors | timing.take_turns(right, inputs)
+    return errors | timing.take_turns(right, inputs, rep_seconds=10e-3)
 
 
 def _wrong_results(job: Job, chains: dict[str, timing.Chain], inputs: list[timing.Inputs]) -> dict[str, str]:

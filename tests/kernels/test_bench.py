@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tune
+from pallas_kernels import _mosaic, tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
 from pallas_kernels.bench import gemm as cases
@@ -115,6 +115,45 @@ def test_power_is_taken_between_steps_of_the_counter():
     assert power.mean_power([(1.0, 500.0), (1.1, 560.0), (1.5, 800.0)]) == pytest.approx(600.0)
     with pytest.raises(power.PowerError, match="moved 1 times"):
         power.mean_power([(1.0, 500.0)])
+
+
+def test_tuner_stops_at_its_limit_and_keeps_what_it_found(monkeypatch, tmp_path, capsys):
+    def measure(jobs, *, workers, compile_seconds):
+        for i, job in enumerate(jobs):
+            yield job, {v.name: (1 + i) * 1e-6 for v in job.variants}
+            time.sleep(0.2)
+
+    monkeypatch.setattr(tune._mosaic, "require_hopper", lambda *_: _mosaic.Device("NVIDIA H200", 132))
+    monkeypatch.setattr(cases, "measure", measure)
+    out = tmp_path / "table.json"
+    tune.main(
+        ["gemm", "--rows", "64,512,1024", "--names", "8b qkv", "--num-sms", "132,100", "--time-limit", "0.3", "--out", str(out)]
+    )
+    entries = json.loads(out.read_text())["gemm"]
+    assert 1 <= len(entries) < 6
+    assert {(e["num_sms"], e["us"]) for e in entries} <= {(132, 1.0), (132, 2.0), (132, 3.0)}
+    assert capsys.readouterr().out.count("8b qkv") == len(entries)
+
+
+def test_sustained_looks_at_the_power_of_the_steady_part(monkeypatch):
+    asked = []
+
+    class Readings:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def means(self, start, end):
+            asked.append(end - start)
+            return 600.0, 1500.0
+
+    monkeypatch.setattr(power, "Readings", Readings)
+    held = timing.sustained(jnp.sin, [(jnp.ones((64, 64)),)] * 2, seconds=0.3)
+    assert (held.watts, held.sm_mhz) == (600.0, 1500.0)
+    assert 0.05 < asked[0] < 5
+    assert held.seconds > 0
 
 
 def test_names_select_projections():
