@@ -7,7 +7,7 @@ which claims the whole chip, beside Mosaic attention: the best sequential execut
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,13 +21,22 @@ KernelChoice = Literal["reference", "mosaic", "cublas"]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """One implementation of each kernel, with the signatures of `pallas_kernels.reference`."""
+    """One implementation of each kernel, with the signatures of `pallas_kernels.reference`.
+
+    `gemm_with_decode_attention` also takes `attention_sms`, SMs beside those of the set; None where the GEMM cannot be fused.
+    """
 
     gemm: Callable[..., Array]
     grouped_gemm: Callable[..., Array]
     append_kv: Callable[..., tuple[Array, Array, Array, Array]]
     decode_attention: Callable[..., Array]
     prefill_attention: Callable[..., Array]
+    gemm_with_decode_attention: Callable[..., tuple[Array, Array]] | None = None
+
+
+def _reference_pair(*operands: Array, attention_sms: int, **epilogue: Any) -> tuple[Array, Array]:
+    del attention_sms  # nothing here has a budget
+    return reference.gemm_with_decode_attention(*operands, **epilogue)
 
 
 REFERENCE = Kernels(
@@ -36,6 +45,7 @@ REFERENCE = Kernels(
     append_kv=reference.append_kv,
     decode_attention=reference.decode_attention,
     prefill_attention=reference.prefill_attention,
+    gemm_with_decode_attention=_reference_pair,
 )
 
 
@@ -47,12 +57,13 @@ def mosaic(num_sms: int) -> Kernels:
         append_kv=functools.partial(pallas_kernels.append_kv, num_sms=num_sms),
         decode_attention=functools.partial(pallas_kernels.decode_attention, num_sms=num_sms),
         prefill_attention=functools.partial(pallas_kernels.prefill_attention, num_sms=num_sms),
+        gemm_with_decode_attention=functools.partial(pallas_kernels.gemm_with_decode_attention, gemm_sms=num_sms),
     )
 
 
 def cublas(num_sms: int) -> Kernels:
     """As `mosaic`, but for XLA's GEMM."""
-    return dataclasses.replace(mosaic(num_sms), gemm=_xla_gemm)
+    return dataclasses.replace(mosaic(num_sms), gemm=_xla_gemm, gemm_with_decode_attention=None)
 
 
 def kernels_for(choice: KernelChoice) -> Callable[[int], Kernels]:

@@ -1,11 +1,12 @@
 """Runs a `PipelinePlan`: explicit nano-operations in the plan's order, across layer borders.
 
 The plan is the only input that decides split, order, streams and budgets. The same nano-operations can be handed to XLA in
-three ways, which a comparison needs side by side:
+four ways, which a comparison needs side by side:
 
 - `NANO`: one after another, a barrier between each two: the split alone.
 - `XLA`: in no order but the data's; what overlaps is the compiler's choice.
 - `STREAMS`: in phases between barriers (`executor.phases`), in which each resource has a stream of its own.
+- `FUSED`: in the same phases; where one has a GEMM beside decode attention, the two are one kernel (`executor.fused`).
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor import fused
 from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.executor.sequential import Probe, input_tokens, last_of_rows
@@ -44,6 +46,7 @@ class Mode(enum.Enum):
     NANO = "nano"
     XLA = "xla"
     STREAMS = "streams"
+    FUSED = "fused"
 
 
 def forward(
@@ -66,7 +69,7 @@ def forward(
     Args:
       probe: called after each nano-operation with (layer index, "operation[start:stop]", what it wrote for these tokens).
       kernels_for: the kernels that keep to a number of SMs.
-      on_streams: annotate streams in mode STREAMS; without (on CPUs) that mode only orders.
+      on_streams: annotate streams in modes STREAMS and FUSED; without (on CPUs) these modes only order.
       new_kv: as in `sequential.forward`.
 
     Raises:
@@ -79,13 +82,14 @@ def forward(
     pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache)
     pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
     num_layers = config.num_layers
-    phases = group(plan, num_layers) if mode is Mode.STREAMS else [(placed,) for placed in in_order(plan, num_layers)]
-    annotate = on_stream if on_streams and mode is Mode.STREAMS else where_it_is
+    in_phases = mode in (Mode.STREAMS, Mode.FUSED)
+    phases = group(plan, num_layers) if in_phases else [(placed,) for placed in in_order(plan, num_layers)]
+    annotate = on_stream if on_streams and in_phases else where_it_is
     behind: list[Array] = []
     for phase in phases:
         if mode is not Mode.XLA:
             pipeline.hold_back(phase, behind)
-        results = pipeline.run(phase, annotate)
+        results = pipeline.run(phase, annotate, fused.partners(phase) if mode is Mode.FUSED else {})
         if mode is not Mode.XLA:
             results = lax.optimization_barrier(results)
         behind = [array for values in results for array in values.values()]
@@ -169,22 +173,51 @@ class _Pipeline:
         for (layer, name, start, stop), array in held.items():
             self.layers[layer].values[name].write(start, stop, array)
 
-    def run(self, phase: Phase, annotate: Annotate) -> list[Values]:
-        """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet."""
+    def run(self, phase: Phase, annotate: Annotate, pairs: Mapping[int, int]) -> list[Values]:
+        """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet.
+
+        Decode attention at index i of the phase runs in one kernel with the GEMM at index pairs[i], if there is that kernel.
+        """
         copies = {id(value): value.copy() for layer in self.layers for value in layer.values.values()}
         state = [_Layer({name: copies[id(v)] for name, v in layer.values.items()}, layer.pool) for layer in self.layers]
-        outputs = []
-        for placed in phase:
-            tokens, layer = self._plan.batch_of(placed.nano), state[placed.layer]
-            names = self._runs[placed.nano.operation][0]
-            values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in layer.external_reads(names)}
-            if _reads_pool(names):
-                values |= layer.pool
-            kept = self._kept[placed.nano.operation]
-            written = annotate(placed.nano.resource, functools.partial(self._apply, placed, names, kept))(values)
-            layer.write(tokens, written)
-            outputs.append(written)
+        pairs = {i: j for i, j in pairs.items() if self._kernels_for(phase[j].nano.num_sms).gemm_with_decode_attention}
+        attention_of = {gemm: attention for attention, gemm in pairs.items()}
+        annotate = annotate if fused.needs_streams(phase, pairs) or not pairs else where_it_is
+        outputs: list[Values] = [{} for _ in phase]
+        for index, placed in enumerate(phase):
+            if index in pairs:
+                continue
+            if index in attention_of:
+                attention = phase[attention_of[index]]
+                outputs[index], outputs[attention_of[index]] = self._run_pair(placed, attention, state)
+                self._see(attention, outputs[attention_of[index]], state)
+            else:
+                apply = functools.partial(self._apply, placed, *self._parts(placed))
+                outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(placed, state))
+            self._see(placed, outputs[index], state)
         return outputs
+
+    def _parts(self, placed: Placed) -> tuple[Sequence[str], Set[str]]:
+        """The operations of a node that run in a phase, and what of their results leaves it."""
+        return self._runs[placed.nano.operation][0], self._kept[placed.nano.operation]
+
+    def _inputs(self, placed: Placed, state: Sequence[_Layer]) -> Values:
+        tokens, layer = self._plan.batch_of(placed.nano), state[placed.layer]
+        names, _ = self._parts(placed)
+        values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in layer.external_reads(names)}
+        return values | layer.pool if _reads_pool(names) else values
+
+    def _see(self, placed: Placed, written: Values, state: Sequence[_Layer]) -> None:
+        state[placed.layer].write(self._plan.batch_of(placed.nano), written)
+
+    def _run_pair(self, gemm: Placed, attention: Placed, state: Sequence[_Layer]) -> tuple[Values, Values]:
+        applied = [
+            functools.partial(self._apply, placed, *self._parts(placed), self._inputs(placed, state))
+            for placed in (gemm, attention)
+        ]
+        num_sms = fused.gemm_share(gemm, attention, self._plan.num_sms)
+        kernels = self._kernels_for(num_sms), self._kernels_for(attention.nano.num_sms)
+        return fused.run_pair(*applied, *kernels, attention.nano.num_sms)
 
     def finish(self, placed: Placed, results: Values) -> Values:
         """Stores what a nano-operation wrote, after its write of the pool if it has one; returns all it wrote."""
@@ -201,10 +234,13 @@ class _Pipeline:
         layer.write(tokens, results)
         return results
 
-    def _apply(self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values) -> Values:
-        """Runs operations in order; returns what they wrote last under the names in `kept`."""
+    def _apply(
+        self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values, kernels: Kernels | None = None
+    ) -> Values:
+        """Runs operations in order, by default with the plan's SMs; returns what they wrote last under the names in `kept`."""
         tokens = self._plan.batch_of(placed.nano)
-        step = dataclasses.replace(self._steps[tokens.start, tokens.stop], kernels=self._kernels_for(placed.nano.num_sms))
+        kernels = kernels or self._kernels_for(placed.nano.num_sms)
+        step = dataclasses.replace(self._steps[tokens.start, tokens.stop], kernels=kernels)
         layer = self._decoder.layers[placed.layer]
         known, written = dict(values), {}
         for name in names:
