@@ -17,6 +17,7 @@ from typing import get_args
 
 from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
+from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
 from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.service import EngineService
@@ -79,6 +80,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt as a whole, whatever the pool still holds of it"
     )
+    add_tier_arguments(group)
     group.add_argument("--sync", action="store_true", help="read each step's tokens before the next is formed: a baseline")
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
@@ -139,6 +141,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         runner=runner,
         sync=args.sync,
         prefix_cache=not args.no_prefix_cache,
+        kv_tiers=tier_options(args),
         cache_dir=None if args.no_cache else args.cache_dir,
     )
 
@@ -202,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             service = EngineService(engine, max_waiting=args.queue)
             backend = Backend(service=service, tokenizer=engine.tokenizer, description=description)
             ending = asyncio.run(serve(backend, config, bound, args.address_file))
-    except (CheckpointError, TokenizerError, ChatTemplateError, ValueError, OSError) as error:
+            if ending is not Ending.HUNG and not engine.close(args.kv_close_timeout):
+                _log.warning("the SSD did not take all of the cache in %g s", args.kv_close_timeout)
+    except (CheckpointError, TokenizerError, ChatTemplateError, DirectoryInUseError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

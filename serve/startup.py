@@ -10,7 +10,7 @@ import jax
 from tqdm import tqdm
 
 from nanoflow_jax.runtime.engine import Engine
-from nanoflow_jax.runtime.llm import LLM, RunnerConfig
+from nanoflow_jax.runtime.llm import LLM, RunnerConfig, TierOptions
 from serve import protocol
 
 
@@ -27,6 +27,7 @@ class EngineOptions:
     runner: RunnerConfig
     sync: bool
     prefix_cache: bool
+    kv_tiers: TierOptions | None
     cache_dir: Path | None
 
 
@@ -50,6 +51,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
             options=options.runner,
             sync=options.sync,
             prefix_cache=options.prefix_cache,
+            kv_tiers=options.kv_tiers,
             models_dir=options.models_dir,
             cache_dir=options.cache_dir,
             progress=progress,

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal, get_args
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import kv_transfer, nano_batch, sequential
+from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
@@ -31,7 +31,7 @@ from nanoflow_jax.plan import PipelinePlan, PlanSet
 from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
 
 MAX_LOGPROBS = 20
-ExecutionMode = Literal["sequential", "nano", "xla", "streams"]
+ExecutionMode = Literal["sequential", "nano", "xla", "streams", "fused"]
 KVOffload = Literal["off", "on", "both"]
 # What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
 _PLAN_OPTIONS = {
@@ -92,40 +92,6 @@ class RunnerConfig:
             raise ValueError(f"RunnerConfig: kv_offload={self.kv_offload!r} is not one of {', '.join(get_args(KVOffload))}")
         if (self.mode == "sequential") != (self.plans is None):
             raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What a step sampled, per batch row; rows that sample nothing hold arbitrary values.
-
-    `logprobs` is the log-softmax of the raw logits at the token; `top_ids`, `top_logprobs` are `[S, n]` or None.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    top_ids: np.ndarray | None
-    top_logprobs: np.ndarray | None
-
-
-class InFlightStep:
-    """A launched step. `result` waits for it; `wait_s` then tells how long the host waited for the device. `new_kv` is K and V
-    of its tokens by group of layers, see `kv_transfer`; empty without offload."""
-
-    def __init__(self, packed_result: jax.Array, num_logprobs: int, new_kv: tuple[jax.Array, ...]):
-        self.new_kv = new_kv
-        self._packed_result = packed_result
-        self._num_logprobs = num_logprobs
-        self.wait_s = 0.0
-
-    def result(self) -> StepResult:
-        start = time.perf_counter()
-        packed = np.asarray(self._packed_result)
-        self.wait_s = time.perf_counter() - start
-        n = self._num_logprobs
-        token_ids, logprobs = packed[:, 0], packed[:, 1].view(np.float32)
-        if n == 0:
-            return StepResult(token_ids, logprobs, None, None)
-        return StepResult(token_ids, logprobs, packed[:, 2 : 2 + n], packed[:, 2 + n :].view(np.float32))
 
 
 def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, smallest: int) -> tuple[BatchShape, ...]:
@@ -213,9 +179,8 @@ class ModelRunner:
             shape, mode, _ = key
             lower = functools.partial(self._lower_sampler, *key)
             jobs.append((f"{mode.value} sampling of {shape.num_rows} rows", self._samplers, key, lower))
-        form = self.page_format
-        for size in form.chunk_sizes if form else ():
-            lower = functools.partial(kv_transfer.lower_write_pages, form, size, self._cache, self.mesh)
+        for size in self.page_format.chunk_sizes if self.page_format else ():
+            lower = functools.partial(self._lower_page_writer, size)
             jobs.append((f"writing {size} pages", self._page_writers, size, lower))
         report, total = progress or (lambda *_: None), len(jobs)
         # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
@@ -283,8 +248,8 @@ class ModelRunner:
                 raise ValueError(f"a plan for (model, tp, gathered o_proj) {wanted} does not fit {have}")
             if plan.b_dense not in {shape.num_tokens for shape in self.shapes}:
                 raise ValueError(f"a plan of {plan.b_dense=} fits none of the step sizes {self.shapes}")
-        if self._mode == "streams" and self._on_gpu and jax.__version_info__ < (0, 11):
-            raise ValueError(f"mode 'streams' needs jax 0.11 or newer, this is {jax.__version__}")
+        if self._mode in ("streams", "fused") and self._on_gpu and jax.__version_info__ < (0, 11):
+            raise ValueError(f"mode {self._mode!r} needs jax 0.11 or newer, this is {jax.__version__}")
 
     def _shape_of(self, plan: PipelinePlan) -> BatchShape:
         return next(shape for shape in self.shapes if shape.num_tokens == plan.b_dense)
@@ -308,10 +273,15 @@ class ModelRunner:
         kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
-            num_sms=self._num_sms, on_gpu=self._on_gpu, num_kv_groups=self.page_format.num_groups if offload and self.page_format else 0,
+            num_sms=self._num_sms, on_gpu=self._on_gpu,
+            num_kv_groups=self.page_format.num_groups if offload and self.page_format else 0,
         )  # fmt: skip
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
         return step.lower(self._weights, self._cache, self._last_tokens, packed)
+
+    def _lower_page_writer(self, num_pages: int) -> Any:
+        assert self.page_format is not None
+        return kv_transfer.lower_write_pages(self.page_format, num_pages, self._cache, self.mesh)
 
     def _lower_sampler(self, shape: BatchShape, mode: SamplingMode, num_logprobs: int) -> Any:
         row_logits = jax.ShapeDtypeStruct(
@@ -369,7 +339,13 @@ def step_function(
         out_specs=out_specs,
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=1, compiler_options=_PLAN_OPTIONS if plan and on_gpu else None)
+    to_host = NamedSharding(mesh, kv_transfer.NEW_KV_PARTITION, memory_kind="pinned_host" if on_gpu else None)
+    return jax.jit(
+        sharded,
+        donate_argnums=1,
+        out_shardings=(None, None, *[to_host] * num_kv_groups) if num_kv_groups else None,
+        compiler_options=_PLAN_OPTIONS if plan and on_gpu else None,
+    )
 
 
 def _sample_step(

@@ -36,9 +36,7 @@ class NullRunner:
         self.plan_set: PlanSet | None = None
         self.pack_s = 0.0
 
-    def launch(
-        self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False
-    ) -> SimpleNamespace:
+    def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> SimpleNamespace:
         start = time.thread_time()
         pack(batch)
         self.pack_s = time.thread_time() - start

@@ -187,8 +187,10 @@ class Engine:
         self.batcher.cache.clear()
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Cancels what is open and closes the memory tiers, if any: what is in host memory goes to SSD. False if that did not end
-        in time. The engine is of no use afterwards."""
+        """Cancels what is open and closes the memory tiers, if any: what is in host memory goes to SSD.
+
+        False if that took longer. The engine is of no use afterwards.
+        """
         for request_id in list(self._sequences):
             self.cancel(request_id)
         return self.tiers is None or self.tiers.close(timeout_s)

@@ -11,6 +11,7 @@ from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.runtime.batcher import FormedStep
 from nanoflow_jax.runtime.kv_load import Loads, PageTarget, WorthLoading, is_faster
 from nanoflow_jax.runtime.kv_offload import Offload
+from nanoflow_jax.runtime.kv_store import DirectoryInUseError as DirectoryInUseError
 from nanoflow_jax.runtime.kv_store import KVStore, TierStats, fingerprint
 from nanoflow_jax.runtime.sequences import SequenceTable
 
@@ -38,6 +39,45 @@ class TierOptions:
             )
         if self.ssd_bytes < 0 or (self.ssd_directory is None) != (self.ssd_bytes == 0):
             raise ValueError(f"TierOptions: {self.ssd_directory=} and {self.ssd_bytes=} go together")
+
+
+def add_tier_arguments(group: Any) -> None:
+    """The options of the memory tiers, for an argparse parser or group."""
+    group.add_argument(
+        "--kv-host-gb",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="GiB of host memory for K and V that leave the pool (default: none)",
+    )
+    group.add_argument("--kv-ssd-dir", type=Path, help="directory on an SSD for K and V that leave host memory")
+    group.add_argument("--kv-ssd-gb", type=float, default=0.0, metavar="G", help="GiB to use there")
+    group.add_argument(
+        "--kv-close-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that writing host memory to the SSD may take in the end (default %(default)s)",
+    )
+
+
+def tier_options(args: Any) -> TierOptions | None:
+    """What the options ask for, None if nothing.
+
+    Raises:
+      ValueError: they contradict each other.
+    """
+    for name in ("kv_host_gb", "kv_ssd_gb"):
+        if not 0 <= getattr(args, name) < 1 << 20:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not a size in GiB")
+    if (args.kv_ssd_dir is None) != (args.kv_ssd_gb == 0):
+        raise ValueError("--kv-ssd-dir and --kv-ssd-gb go together")
+    if args.kv_ssd_dir is not None and args.kv_host_gb == 0:
+        raise ValueError("--kv-ssd-dir needs --kv-host-gb: pages reach the SSD through host memory")
+    if args.kv_host_gb == 0:
+        return None
+    host_bytes, ssd_bytes = int(args.kv_host_gb * 2**30), int(args.kv_ssd_gb * 2**30)
+    return TierOptions(host_bytes=host_bytes, ssd_directory=args.kv_ssd_dir, ssd_bytes=ssd_bytes)
 
 
 class OffloadingRunner(PageTarget):

@@ -15,6 +15,8 @@ from nanoflow_jax.executor.runner import RunnerConfig as RunnerConfig
 from nanoflow_jax.kernels import KernelChoice as KernelChoice
 from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.runtime.engine import Engine
+from nanoflow_jax.runtime.kv_tiers import TierOptions as TierOptions
+from nanoflow_jax.runtime.kv_tiers import open_store
 from nanoflow_jax.runtime.plan_choice import wants_gathered_o_proj
 from nanoflow_jax.runtime.request import (
     FinishReason,
@@ -64,6 +66,7 @@ class LLM:
         options: RunnerConfig | None = None,
         sync: bool = False,
         prefix_cache: bool = True,
+        kv_tiers: TierOptions | None = None,
         models_dir: Path | None = None,
         cache_dir: Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
@@ -77,15 +80,21 @@ class LLM:
           cache_dir: keep compiled steps there, for every model of this process from then on.
           sync: read each step's tokens before the next is formed.
           prefix_cache: reuse what is cached of prompts that begin alike, from call to call too.
+          kv_tiers: keep what the pool cannot in host memory and on SSD; `close` when done. Compiles steps with offload.
           progress: called with (what, done, total) while loading and compiling.
 
         Raises:
           CheckpointError, TokenizerError, ChatTemplateError: the model cannot be loaded.
           ValueError: it cannot be divided over `tp_size` devices, or an option does not fit it.
+          DirectoryInUseError, OSError: the SSD tier's directory belongs to another engine, or cannot be used.
         """
+        if kv_tiers is not None and not prefix_cache:
+            raise ValueError("memory tiers need the prefix cache: it is how their pages are found")
         if cache_dir is not None:
             enable_compilation_cache(cache_dir)
         options = options or RunnerConfig()
+        if kv_tiers is not None and options.kv_offload == "off":
+            options = dataclasses.replace(options, kv_offload="on")
         if dtype == "auto":
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         mesh = make_mesh(tp_size)
@@ -95,7 +104,12 @@ class LLM:
         )  # fmt: skip
         runner = ModelRunner(loaded.config, loaded.layout, mesh, loaded.decoder, options, jax.numpy.dtype(dtype))
         runner.warm_up(progress)
-        self.engine = Engine(runner, loaded.tokenizer, sync=sync, prefix_cache=prefix_cache)
+        store = None if kv_tiers is None else open_store(runner, kv_tiers)
+        self.engine = Engine(runner, loaded.tokenizer, sync=sync, prefix_cache=prefix_cache, kv_store=store)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Closes the memory tiers, if there are any; see `Engine.close`."""
+        return self.engine.close(timeout_s)
 
     def generate(
         self,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.kv_store import KVStore
-from nanoflow_jax.runtime.request import FinishReason, Request
+from nanoflow_jax.runtime.request import Request
 from tests.runtime.mock_runner import MockRunner
 from tests.runtime.test_engine import Optimist, Output, assert_plain, prompt, run
 from tests.runtime.test_prefix_reuse import ask, assert_empty, conversations
@@ -84,7 +84,10 @@ def test_conversations_have_the_tokens_of_plain_decoding(tmp_path_factory, conve
     runner.before_copy = lambda: time.sleep(chance.choice([0, 0, 0, 0.0005]))
     options = {}
     if ssd is not None:
-        options = {"ssd_directory": str(tmp_path_factory.mktemp("kv")), "ssd_bytes": (1 << 16) + ssd * runner.page_format.page_bytes}
+        options = {
+            "ssd_directory": str(tmp_path_factory.mktemp("kv")),
+            "ssd_bytes": (1 << 16) + ssd * runner.page_format.page_bytes,
+        }
     store = make_store(runner, host, **options)
     with tiered(runner, store, worth=lambda *_: chance.random() < 0.8, sync=mode == "sync") as engine:
         if preempting:

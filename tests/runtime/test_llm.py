@@ -2,12 +2,18 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from nanoflow_jax.checkpoints import load_model
+from nanoflow_jax.executor.kv_transfer import weights_checksum
 from nanoflow_jax.executor.runner import RunnerConfig
+from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.runtime.engine import Engine
-from nanoflow_jax.runtime.llm import LLM, generate
+from nanoflow_jax.runtime.kv_tiers import KVTierStats, open_store
+from nanoflow_jax.runtime.llm import LLM, TierOptions, generate
 from nanoflow_jax.runtime.request import FinishReason, RejectCode, RequestRejected, SamplingParams
 from tests.runtime.test_engine import Optimist
 
@@ -166,3 +172,52 @@ def test_an_interrupted_call_leaves_the_engine_clean(engines, monkeypatch):
     assert engine.stats().free_pages == engine.stats().num_pages - 1
     monkeypatch.undo()
     assert len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def offloading_runner(request):
+    options = RunnerConfig(b_dense=16, max_sequences=6, page_size=4, num_pages=65, max_context=128, kv_offload="on")
+    return LLM(_TINY, dtype="float32", options=options, tp_size=request.param).engine.runner
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_golden_tokens_from_pages_that_left_the_pool(offloading_runner, golden, tmp_path, sync):
+    """Through host memory, and after a restart through SSD; the steps and the loads of the real executor."""
+    known = [*golden["input_ids"].tolist(), *golden["greedy_ids"].tolist()]
+    tiers = TierOptions(host_bytes=1 << 24, ssd_directory=tmp_path, ssd_bytes=1 << 26)
+    compiled = offloading_runner.num_compilations
+
+    def start() -> Engine:
+        store = open_store(offloading_runner, tiers)
+        return Engine(offloading_runner, sync=sync, kv_store=store, worth_loading=lambda *_: True)
+
+    def check(engine: Engine, end: int, least: int) -> KVTierStats:
+        [completion] = generate(engine, [known[:end]], SamplingParams(max_tokens=len(known) - end))
+        assert completion.token_ids == known[end:]
+        assert completion.usage.cached_tokens >= least
+        assert engine.tiers is not None
+        assert engine.tiers.drain(20.0)
+        engine.clear_prefix_cache()
+        return engine.tiers.stats()
+
+    engine = start()
+    check(engine, 37, 0)
+    assert check(engine, 50, 36).loads == 1
+    assert engine.close()
+    again = start()
+    assert check(again, 50, 36).ssd.hits > 0
+    assert again.close()
+    assert offloading_runner.num_compilations == compiled
+
+
+def test_weights_are_told_apart_and_known_again():
+    """Checksums alone; that nothing of another fingerprint is read is the store's own test."""
+    mesh = make_mesh(1)
+    checksums = []
+    for seed in (0, 0, 1):
+        loaded = load_model(_TINY, mesh=mesh, dtype="float32", random_weights=True, seed=seed)
+        checksums.append(weights_checksum(nnx.state(loaded.decoder)))
+    assert checksums[0] == checksums[1] != checksums[2]
+    last = jax.tree.map(lambda x: x, nnx.state(loaded.decoder))
+    swapped = jax.tree.map(lambda x: x[::-1], last)
+    assert weights_checksum(swapped) != checksums[2], "the order of rows counts"
