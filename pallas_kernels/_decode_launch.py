@@ -40,8 +40,8 @@ def _query_tiles(q: Array, plan: Plan) -> Array:
 
     A tile holds the queries of one head or of several whole heads. The columns of other heads are computed along and dropped.
     """
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.columns_per_head - plan.group), (0, 0))).reshape(-1, plan.head_dim)
-    return jnp.pad(q, ((0, -q.shape[0] % _COLUMNS), (0, 0))).reshape(-1, _COLUMNS, plan.head_dim)
+    q = _pad(q, 2, plan.columns_per_head - plan.group).reshape(-1, plan.head_dim)
+    return _pad(q, 0, -q.shape[0] % _COLUMNS).reshape(-1, _COLUMNS, plan.head_dim)
 
 
 def _by_page_and_head(pages: Array) -> Array:
@@ -51,7 +51,12 @@ def _by_page_and_head(pages: Array) -> Array:
 
 def _padded(kv_lens: Array) -> Array:
     """Whole warpgroups of lengths, which the kernel keeps in registers."""
-    return jnp.pad(kv_lens, (0, -kv_lens.shape[0] % _mosaic.WARPGROUP))
+    return _pad(kv_lens, 0, -kv_lens.shape[0] % _mosaic.WARPGROUP)
+
+
+def _pad(x: Array, axis: int, count: int) -> Array:
+    """`count` zeros behind an axis. Not jnp.pad, a jitted function: XLA cannot place a call within a call on a stream."""
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, count if i == axis else 0, 0) for i in range(x.ndim)])
 
 
 def results(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -23,6 +23,7 @@ MODULES = {
     "decode_attention": "pallas_kernels.bench.attention",
     "prefill_attention": "pallas_kernels.bench.attention",
     "append_kv": "pallas_kernels.bench.attention",
+    "fused_gemm_attention": "pallas_kernels.bench.fused",
 }
 
 

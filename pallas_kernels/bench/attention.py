@@ -93,17 +93,17 @@ def benchmark(kernel: str, num_sms: Sequence[int], *, names: str = "", sustained
             yield from run(case, num_sms, sustained)
 
 
-def _normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def _paged(kv_lens: np.ndarray, kv_heads: int, page_size: int, head_dim: int) -> tuple[jax.Array, ...]:
+def paged(kv_lens: np.ndarray, kv_heads: int, page_size: int, head_dim: int) -> tuple[jax.Array, ...]:
     """(k_pages, v_pages, block_tables) with permuted pages."""
     pages = -(-kv_lens // page_size)
     tables = np.zeros((len(kv_lens), pages.max()), np.int32)
     tables[np.arange(pages.max())[None] < pages[:, None]] = np.random.default_rng(1).permutation(pages.sum()) + 1
     shape = (int(pages.sum()) + 1, kv_heads, page_size, head_dim)
-    return _normal(2, shape), _normal(3, shape), jnp.asarray(tables)
+    return normal(2, shape), normal(3, shape), jnp.asarray(tables)
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
@@ -122,12 +122,12 @@ def _sustained(f: Any, inputs: timing.Inputs, wanted: bool) -> timing.Sustained 
 def _decode(case: Decode, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
     kv_lens = case.kv_lens()
     K, G, H = case.kv_heads, case.group, case.head_dim
-    q = _normal(0, (case.rows, K, G, H))
-    inputs = (q, *_paged(kv_lens, K, case.page_size, H), jnp.asarray(kv_lens))
+    q = normal(0, (case.rows, K, G, H))
+    inputs = (q, *paged(kv_lens, K, case.page_size, H), jnp.asarray(kv_lens))
     baseline = {}
     if not case.ragged:
         shape = (case.rows, case.mean_kv_len, K, H)
-        dense = (q.reshape(case.rows, 1, K * G, H), _normal(4, shape), _normal(5, shape))
+        dense = (q.reshape(case.rows, 1, K * G, H), normal(4, shape), normal(5, shape))
         seconds = _seconds(functools.partial(_cudnn, causal=False), dense)
         baseline = {"baseline": "cuDNN", "baseline_seconds": seconds}
         del dense
@@ -147,12 +147,12 @@ def _decode(case: Decode, num_sms: Sequence[int], sustained: bool) -> Iterator[t
 
 def _prefill(case: Prefill, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
     T, K, G, H = case.chunk, case.kv_heads, case.group, case.head_dim
-    q = _normal(0, (T, K, G, H))
-    pages = _paged(np.asarray([case.kv_len]), K, case.page_size, H)
+    q = normal(0, (T, K, G, H))
+    pages = paged(np.asarray([case.kv_len]), K, case.page_size, H)
     inputs = (q, *pages, *(jnp.asarray([x], jnp.int32) for x in (case.kv_len, 0, T)))
     shape = (1, case.kv_len, K, H)
     causal = case.kv_len == T
-    dense = (q.reshape(1, T, K * G, H), _normal(4, shape), _normal(5, shape))
+    dense = (q.reshape(1, T, K * G, H), normal(4, shape), normal(5, shape))
     seconds = _seconds(functools.partial(_cudnn, causal=causal), dense)
     if not causal:
         seconds *= case.flops / (4.0 * K * G * H * T * case.kv_len)
@@ -183,9 +183,9 @@ def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[t
         return out
 
     pool = (2 * T // case.page_size, K, case.page_size, H)
-    qkv = _normal(0, (series, T, K, G + 2, H))
+    qkv = normal(0, (series, T, K, G + 2, H))
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
-    inputs = (qkv, _normal(1, (T, H // 2), jnp.float32), slots, _normal(2, pool), _normal(3, pool))
+    inputs = (qkv, normal(1, (T, H // 2), jnp.float32), slots, normal(2, pool), normal(3, pool))
     stream = timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series
     variants = {(0, "XLA"): _append_by_xla}
     variants |= {(n, "one kernel"): functools.partial(_append_kernel.append, num_sms=n) for n in num_sms}

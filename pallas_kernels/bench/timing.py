@@ -91,6 +91,11 @@ def chain(
     f: Callable[..., Any], input_sets: Sequence[Inputs], *, calls: int = 8, compiler_options: Mapping[str, Any] | None = None
 ) -> Chain:
     """Compiles the chain of `calls` calls of `f`; shapes suffice as `input_sets`."""
+    return Chain(lower_chain(f, input_sets, calls=calls).compile(dict(compiler_options or {})), calls)
+
+
+def lower_chain(f: Callable[..., Any], input_sets: Sequence[Inputs], *, calls: int = 8) -> jax.stages.Lowered:
+    """The program of a chain, for who compiles several at once."""
     once = jax.jit(f)  # lowered once, however often the chain calls it
 
     def run(input_sets: Sequence[Inputs]) -> list[Any]:
@@ -103,7 +108,7 @@ def chain(
             outs.append(once(*args))
         return outs  # all of them: what nobody needs is not computed
 
-    return Chain(jax.jit(run).lower(input_sets).compile(dict(compiler_options or {})), calls)
+    return jax.jit(run).lower(input_sets)
 
 
 def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs], count: int) -> None:
@@ -144,9 +149,13 @@ def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: f
     Raises:
       PowerError: NVML has no energy counter for the GPU, or it did not move.
     """
-    c = chain(f, input_sets, calls=calls)
+    return sustained_chain(chain(f, input_sets, calls=calls), input_sets, seconds=seconds)
+
+
+def sustained_chain(c: Chain, input_sets: Sequence[Inputs], *, seconds: float = 1.8) -> Sustained:
+    """`sustained` of a chain that is compiled already."""
     c.seconds(input_sets, 2)
-    launches = max(6, round(seconds / (c.seconds(input_sets, 4) * calls)))
+    launches = max(6, round(seconds / (c.seconds(input_sets, 4) * c.calls)))
     warm_up = launches // 3
     with power.Readings() as readings:
         c.seconds(input_sets, warm_up)
