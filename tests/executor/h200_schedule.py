@@ -63,6 +63,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "pool_bytes": sum(2 * math.prod(pages.shape) // plan.tp * 2 for _ in range(NUM_LAYERS)),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
+        "fused_calls": fused_calls(compiled.as_text()),
     }))  # fmt: skip
 
 
@@ -70,6 +71,11 @@ def thunks(dump: str) -> list[str]:
     paths = [path for path in glob.glob(f"{dump}/*thunk_sequence.txt") if "forward" in path]
     with open(max(paths, key=os.path.getsize)) as lines:
         return lines.read().splitlines()
+
+
+def fused_calls(hlo: str) -> int:
+    """Calls of the kernel that is a GEMM and decode attention."""
+    return len(re.findall(r"custom-call\(.*gemm_with_decode_attention", hlo))
 
 
 def kernel_slice_offsets(hlo: str) -> list[int]:

@@ -8,6 +8,10 @@ import tempfile
 
 import pytest
 
+from nanoflow_jax.executor.fused import partners
+from nanoflow_jax.executor.phases import group
+from nanoflow_jax.plan import decode_plan
+from tests.executor.h200_schedule import NUM_LAYERS, PLANS
 from tests.kernels.aot import child_environment
 
 pytestmark = pytest.mark.aot
@@ -32,12 +36,21 @@ def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]
     assert min(found[pair] for pair in pairs) >= 3, "once per layer"
 
 
+@pytest.mark.parametrize(("plan", "others"), [(ONE_GPU, set()), (FOUR_GPUS, {"compute+network"})])
+def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, others: set[str]) -> None:
+    found = schedule(plan, "fused")
+    phases = group(decode_plan((PLANS / f"{plan}.json").read_bytes()), NUM_LAYERS)
+    pairs = sum(len(partners(phase)) for phase in phases)
+    assert found["fused_calls"] == pairs >= NUM_LAYERS
+    assert others <= found["pairs"].keys()
+
+
 @pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
 def test_the_split_alone_overlaps_nothing(plan: str) -> None:
     assert not schedule(plan, "nano")["pairs"]
 
 
-@pytest.mark.parametrize("mode", ["sequential", "nano", "streams"])
+@pytest.mark.parametrize("mode", ["sequential", "nano", "streams", "fused"])
 def test_the_pool_is_not_copied(mode: str) -> None:
     """Temporaries grow with the batch; a second pool, or a layer's, would show beside them."""
     found = schedule(ONE_GPU, mode)
