@@ -98,9 +98,10 @@ def _gemm(
     halves, n = b.ndim - 1, b.shape[-1]
     in_cluster = config.cluster_along == "k"
     m_tiles, n_tiles = _mosaic.cdiv(m, config.segment_m), _mosaic.cdiv(n, config.tile_n)
-    # A cluster is whole or not there at all, and so are the last of `num_sms` SMs.
-    clusters = num_sms // config.cluster
-    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), clusters, config)
+    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms // config.cluster, config)
+    # Nobody is launched for nothing. Clusters beyond those that fit on the device at once would even start after the others.
+    clusters = 1 + int(np.flatnonzero(table[:, 0, K_STEPS])[-1])
+    table = table[:clusters]
     cut = bool(table[..., PARTIAL].any())
     # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
     stored = (m_tiles * config.segment_m, n_tiles * config.tile_n) if interpreted else (m, n)
