@@ -211,16 +211,20 @@ def _overlap(
 
 def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, row: report.Row, out: Path) -> None:
     setup, deep = bench.setup, max(bench.setup.depths)
-    if variant.mode == "sequential":
-        order = names.sequential_order(setup.at(deep), bench.layout)
-    else:
+    expected: names.Expected = {}
+    match variant.mode:
+        case "sequential":
+            expected = names.sequential_kernels(setup.at(deep), bench.layout)
+        case "fused":
+            expected = names.fused_kernels(setup.plan, deep)
+        case "nano" | "streams":
+            expected = names.planned_kernels(setup.plan, deep)
         # What XLA is free to order has no order to match.
-        order = [] if variant.mode == "xla" else names.planned_order(setup.plan, deep)
     scoped = names.scopes(text)
     devices = by_device(events)
     labels = {}
     for of_device in devices.values():
-        labels |= names.label_events(of_device, order, TRACED_STEPS, scoped)
+        labels |= names.label_events(of_device, expected, TRACED_STEPS, scoped)
     first = devices[min(devices)]
     period_us = row["burst"]["period_us"]
     window = pictures.middle_of_step(first, TRACED_STEPS, deep * period_us, 2 * period_us)

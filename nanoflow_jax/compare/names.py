@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from nanoflow_jax.compare.trace import Event, kind
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor.phases import in_order
+from nanoflow_jax.executor.fused import partners
+from nanoflow_jax.executor.phases import Placed, group, in_order
 from nanoflow_jax.operations import layer_operations
 from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import PipelinePlan
@@ -35,27 +36,60 @@ _SCOPE = re.compile(r'^\s*(?:ROOT )?%?(\S+) = .*op_name="[^"]*?\b([a-z_]+)\.(\d+
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """An operation of a layer and its nano-batch; the layer is None where only the kind of kernel is known."""
+    """An operation of a layer and its nano-batch; the layer is None where only the kind of kernel is known.
+
+    `beside` is the decode attention in the same kernel as this GEMM.
+    """
 
     operation: str
     layer: int | None = None
     nano_batch: int | None = None
+    beside: "Label | None" = None
 
     def __str__(self) -> str:
-        return self.operation if self.nano_batch is None else f"{self.operation} {self.nano_batch + 1}"
+        own = self.operation if self.nano_batch is None else f"{self.operation} {self.nano_batch + 1}"
+        return f"{own} + {self.beside}" if self.beside else own
 
 
-def sequential_order(config: ModelConfig, layout: ParallelLayout) -> list[Label]:
-    """What a sequential step issues."""
+Expected = dict[str, list[Label]]
+"""Kind of kernel -> what those of one step are, in the order in which a mode issues them."""
+
+
+def sequential_kernels(config: ModelConfig, layout: ParallelLayout) -> Expected:
+    """What a sequential step launches."""
     names = layer_operations(config, layout)
-    layers = [Label(name, layer) for layer in range(config.num_layers) for name in names]
-    return [Label("embed"), *layers, Label("logits")]
+    return _expected([Label(name, layer) for layer in range(config.num_layers) for name in names])
 
 
-def planned_order(plan: PipelinePlan, num_layers: int) -> list[Label]:
-    """What a step by the plan issues."""
-    nano = [Label(placed.nano.operation, placed.layer, placed.nano.nano_batch) for placed in in_order(plan, num_layers)]
-    return [Label("embed"), *nano, Label("logits")]
+def planned_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
+    """What a step by the plan launches when every nano-operation has kernels of its own."""
+    return _expected([_label(placed) for placed in in_order(plan, num_layers)])
+
+
+def fused_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
+    """What a step by the plan launches when attention and the GEMM beside it are one kernel."""
+    alone: list[Label] = []
+    fused: list[Label] = []
+    for phase in group(plan, num_layers):
+        attention_of = {gemm: attention for attention, gemm in partners(phase).items()}
+        for index, placed in enumerate(phase):
+            if index in attention_of:
+                fused.append(dataclasses.replace(_label(placed), beside=_label(phase[attention_of[index]])))
+            elif index not in attention_of.values():
+                alone.append(_label(placed))
+    return _expected(alone) | {"fused": fused}
+
+
+def _label(placed: Placed) -> Label:
+    return Label(placed.nano.operation, placed.layer, placed.nano.nano_batch)
+
+
+def _expected(layers: Sequence[Label]) -> Expected:
+    found: Expected = defaultdict(list)
+    for label in (Label("embed"), *layers, Label("logits")):
+        for each in _KINDS.get(label.operation, ()):
+            found[each].append(label)
+    return found
 
 
 def scopes(text: str) -> dict[str, Label]:
@@ -67,26 +101,21 @@ def scopes(text: str) -> dict[str, Label]:
 
 
 def label_events(
-    events: Sequence[Event], order: Sequence[Label], steps: int, scoped: Mapping[str, Label] | None = None
+    events: Sequence[Event], expected: Mapping[str, Sequence[Label]], steps: int, scoped: Mapping[str, Label] | None = None
 ) -> dict[Event, Label]:
     """A label for every event of one device.
 
-    Kernels whose instruction is in `scoped` have its label. Of the others, kinds whose kernels are as many as `order` tells for
-    `steps` steps are matched in order of start; of the rest, and where `order` is empty because the mode has none, only the
-    kind is told.
+    Kernels whose instruction is in `scoped` have its label. Of the others, kinds whose kernels are as many as `expected` tells
+    for `steps` steps are matched in order of start; of the rest only the kind is told.
     """
-    expected: dict[str, list[Label]] = defaultdict(list)
-    for label in order:
-        for each in _KINDS.get(label.operation, ()):
-            expected[each].append(label)
     found: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start_ns):
         found[kind(event.name)].append(event)
     labels = {}
     for each, of_kind in found.items():
-        told = expected[each] * steps
+        told = [*expected.get(each, ())] * steps
         matched = told if len(told) == len(of_kind) else [Label(each)] * len(of_kind)
-        if each != "other" and scoped:
+        if scoped and each not in ("other", "fused"):
             matched = [scoped.get(event.op, label) for event, label in zip(of_kind, matched, strict=True)]
         labels.update(zip(of_kind, matched, strict=True))
     return labels

@@ -56,13 +56,14 @@ def draw(
         axes.axhspan(base, base + 0.9, color="#f4f4f4", zorder=0)
         for event in shown:
             if event.stream == stream and LANES[lane] in _lanes(event):
-                _bar(axes, event, labels[event], base, window, num_sms)
+                _bar(axes, event, _in_lane(labels[event], LANES[lane]), base, window, num_sms)
     axes.set(xlim=(0, (stop_ns - start_ns) / 1e3), ylim=(-0.05, max(1, len(rows))), xlabel="us")
     middles = [len(rows) - 0.55 - i for i in range(len(rows))]
     axes.set_yticks(middles, [f"{LANES[lane]}\n{stream}" for lane, stream in rows], fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    present = [name for name in _COLORS if any(_color_name(labels[event]) == name for event in shown)]
+    roles = {_in_lane(labels[event], lane) for event in shown for lane in _lanes(event)}
+    present = [name for name in _COLORS if any(_color_name(label) == name for label in roles)]
     if present:
         swatches = [Patch(color=_COLORS[name], label=name) for name in present]
         figure.legend(handles=swatches, loc="outside lower center", ncols=min(8, len(swatches)), fontsize=8, frameon=False)
@@ -112,6 +113,11 @@ def write_perfetto(events: Iterable[Event], labels: Mapping[Event, Label], path:
 
 def _lanes(event: Event) -> tuple[str, ...]:
     return tuple(str(resource) for resource in resources(event.name)) or ("other",)
+
+
+def _in_lane(label: Label, lane: str) -> Label:
+    """Of a fused kernel, the role that the lane shows."""
+    return label.beside if label.beside and lane == Resource.MEMORY else label
 
 
 def _color_name(label: Label) -> str:

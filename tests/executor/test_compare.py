@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from nanoflow_jax.compare import command, measure, report
 from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
 from nanoflow_jax.compare.steady import Workload, parse_workload, steady_batch
 from nanoflow_jax.config import preset
+from nanoflow_jax.executor.runner import ExecutionMode
 from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
 from tests.executor.made_up_trace import planned_trace
 from tests.executor.plans import random_plan
@@ -46,9 +48,7 @@ def light_steps(monkeypatch):
     monkeypatch.setattr(measure, "step_function", step_function)
 
 
-@pytest.mark.parametrize(
-    "modes", [("sequential", "streams"), pytest.param(("sequential", "nano", "xla", "streams"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("modes", [("sequential", "streams"), pytest.param(get_args(ExecutionMode), marks=pytest.mark.slow)])
 def test_modes_are_measured_beside_each_other(plan_file, modes, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     line = ["--plan", str(plan_file), "--workload", "8:8", "--modes", ",".join(modes), "--out", str(out), "--keep-xplane"]

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.compare import overlap, pictures
-from nanoflow_jax.compare.names import Label, label_events, planned_order, scopes, sequential_order
+from nanoflow_jax.compare.names import Label, fused_kernels, label_events, planned_kernels, scopes, sequential_kernels
 from nanoflow_jax.compare.schedule import read_schedule
 from nanoflow_jax.compare.trace import (
     Event,
@@ -118,7 +119,7 @@ def test_a_trace_that_keeps_to_a_plan_overlaps_as_its_phases(seed: int, tp: int)
 def test_nano_operations_of_a_planned_trace_are_all_named() -> None:
     plan = random_plan(np.random.default_rng(5), tp=2, moe=False, partition="all_gather", b_dense=32, decode_tokens=16, tile=4)
     events = [e for e in planned_trace(plan, 4, 3) if e.device == 0]
-    labels = label_events(events, planned_order(plan, 4), 3)
+    labels = label_events(events, planned_kernels(plan, 4), 3)
     named = [label for e, label in labels.items() if label.layer is not None and kind(e.name) != "decode_attention_combine"]
     assert sorted(map(str, named)) == sorted(
         f"{n.operation} {n.nano_batch + 1}" for n in plan.nano_operations for _ in range(4 * 3)
@@ -277,37 +278,48 @@ def test_kernels_that_fit_but_did_not_meet() -> None:
 # --- names and pictures
 
 
-def step_events(order: list[Label], begin: float) -> list[Event]:
-    by_operation = {"decode_attention": M, "prefill_attention": C}
-    events, clock = [], begin
-    for label in order:
-        if label.operation in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "decode_attention", "logits"):
-            events.append(event(by_operation.get(label.operation, C), clock, 10))
-            clock += 10
-    return events
+def step_events(expected: dict[str, list[Label]], begin: float) -> list[Event]:
+    resource = {"gemm": C, "prefill_attention": C, "decode_attention": M}
+    return [
+        event(resource[each], begin + 10 * i, 10) if each != "prefill_attention" else Event(0, "s", each, begin + 10 * i, 10)
+        for each in resource
+        for i in range(len(expected[each]))
+    ]
 
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_kernels_of_a_kind_are_named_in_order(planned: bool) -> None:
     plan = random_plan(np.random.default_rng(1), tp=1, moe=False, partition="none", b_dense=16, decode_tokens=8, tile=4)
     config = small_config()
-    order = planned_order(plan, config.num_layers) if planned else sequential_order(config, parallel_layout(config, 1))
-    first = step_events(order, 0)
-    events = first + step_events(order, 1000)
-    labels = label_events(events, order, 2)
-    wanted = [label for label in order if label.operation not in ("prefill_attention",)]
-    launching = [label for label in wanted if label.operation in
-                 ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "decode_attention", "logits")]  # fmt: skip
-    assert [labels[e] for e in first] == launching
-    assert [labels[e] for e in events[len(first) :]] == launching
+    sequential = sequential_kernels(config, parallel_layout(config, 1))
+    expected = planned_kernels(plan, config.num_layers) if planned else sequential
+    first = step_events(expected, 0)
+    events = first + step_events(expected, 1000)
+    labels = label_events(events, expected, 2)
+    wanted = [label for each in ("gemm", "prefill_attention", "decode_attention") for label in expected[each]]
+    assert [labels[e] for e in first] == wanted
+    assert [labels[e] for e in events[len(first) :]] == wanted
+    gemms = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert [label.operation for label in sequential["gemm"]] == [*gemms, *gemms, "logits"]
 
 
 def test_what_does_not_match_is_told_by_kind() -> None:
-    order = [Label("qkv_proj", 0), Label("decode_attention", 0), Label("logits")]
+    expected = {"gemm": [Label("qkv_proj", 0), Label("logits")], "decode_attention": [Label("decode_attention", 0)]}
     events = [event(C, 0, 1), event(M, 1, 1)]
-    labels = label_events(events, order, 1)
+    labels = label_events(events, expected, 1)
     assert [str(labels[e]) for e in events] == ["gemm", "decode_attention"]
     assert labels[events[1]].layer == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fused_kernel_has_two_names(seed: int) -> None:
+    plan = random_plan(np.random.default_rng(seed), tp=1, moe=False, partition="none", b_dense=32, decode_tokens=16, tile=4)
+    alone, fused = planned_kernels(plan, 3), fused_kernels(plan, 3)
+    besides = [label.beside for label in fused["fused"]]
+    gemms = [Label(label.operation, label.layer, label.nano_batch) for label in fused["fused"]]
+    assert Counter([*fused["gemm"], *gemms]) == Counter(alone["gemm"])
+    assert Counter([*fused["decode_attention"], *besides]) == Counter(alone["decode_attention"])
+    assert all(str(label).endswith(f"+ {label.beside}") for label in fused["fused"])
 
 
 def test_scopes_in_the_module_name_kernels_whatever_their_order() -> None:
@@ -324,7 +336,7 @@ def test_scopes_in_the_module_name_kernels_whatever_their_order() -> None:
             ("mpmd_map.3", "gemm"), ("mpmd_map.4", "gemm"), ("dot.5", "gemm"), ("mpmd_map.4", "fusion_3"),
         ])
     ]  # fmt: skip
-    labels = label_events(events, [], 1, found)
+    labels = label_events(events, {}, 1, found)
     assert [str(labels[e]) for e in events] == ["o_proj 3", "qkv_proj 1", "gemm", "other"]
 
 
@@ -335,12 +347,16 @@ def test_the_window_lies_in_the_middle_step() -> None:
 
 
 def test_pictures_and_perfetto_traces(tmp_path) -> None:
-    order = [Label("qkv_proj", 0, 0), Label("decode_attention", 0, 1), Label("ffn_all_reduce", 0, 0)]
+    pair = Label("o_proj", 0, 0, beside=Label("decode_attention", 0, 0))
+    expected = {
+        "gemm": [Label("qkv_proj", 0, 0)], "decode_attention": [Label("decode_attention", 0, 1)],
+        "collective": [Label("ffn_all_reduce", 0, 0)], "fused": [pair],
+    }  # fmt: skip
     events = [event(C, 0, 900, ctas=100), event(M, 100, 700, ctas=32), event(N, 500, 900, ctas=None), event(C, 0, 10, device=1)]
     fused = Event(0, "Stream #0", "gemm_decode_attention_kernel", 1000, 500, ctas=132)
     other = Event(0, "Stream #0", "loop_fusion", 1500, 100)
     events += [fused, other]
-    labels = label_events([e for e in events if e.device == 0], order, 1) | {events[3]: Label("gemm")}
+    labels = label_events([e for e in events if e.device == 0], expected, 1) | {events[3]: Label("gemm")}
     first = [e for e in events if e.device == 0]
     pictures.draw(first, labels, (0, 1600), num_sms=132, title="test", path=tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -351,6 +367,6 @@ def test_pictures_and_perfetto_traces(tmp_path) -> None:
     assert len(spans) == len(events)
     assert {(r["pid"], r["name"], r["cat"]) for r in spans} == {
         (0, "qkv_proj 1", "compute"), (0, "decode_attention 2", "memory"), (0, "ffn_all_reduce 1", "network"),
-        (1, "gemm", "compute"), (0, "fused", "compute+memory"), (0, "loop_fusion", "other"),
+        (1, "gemm", "compute"), (0, "o_proj 1 + decode_attention 1", "compute+memory"), (0, "loop_fusion", "other"),
     }  # fmt: skip
     assert next(r for r in spans if r["cat"] == "network")["ts"] == 0.5
