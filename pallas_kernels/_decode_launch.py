@@ -71,7 +71,22 @@ def results(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def attend(*refs: Any, plan: Plan, first_sm: int = 0) -> None:
+def barriers(plan: Plan) -> dict[str, Any]:
+    """What `attend` needs of barriers, for a run_scoped around all that a CTA does.
+
+    Barriers of a scope that has ended are used again by later ones, but every thread counts only the phases it waited for.
+    """
+    c = plan.config
+    return {
+        # An order and its queries, which come by TMA.
+        "ordered": plgpu.Barrier(num_barriers=c.workers * QUERY_SLOTS, num_arrivals=2),
+        "order_done": plgpu.Barrier(num_barriers=c.workers * QUERY_SLOTS),
+        "filled": plgpu.Barrier(num_barriers=c.workers * c.slots, num_arrivals=plan.pages_per_tile),
+        "freed": plgpu.Barrier(num_barriers=c.workers * c.slots),
+    }
+
+
+def attend(*refs: Any, plan: Plan, first_sm: int = 0, **barriers: Any) -> None:
     """The work of one of the `plan.num_sms` CTAs from `first_sm` on, all of its warpgroups; the CTAs before do nothing.
 
     `refs` are `operands`, then `results`.
@@ -85,13 +100,9 @@ def attend(*refs: Any, plan: Plan, first_sm: int = 0) -> None:
         "column_scratch": plgpu.SMEM((c.workers, 2, *fragments.COLUMN_SCRATCH), jnp.float32),
         "scan_scratch": plgpu.SMEM((_mosaic.cdiv(plan.rows, _mosaic.WARPGROUP), fragments.WARPS), jnp.int32),
         "orders": plgpu.SMEM((c.workers, QUERY_SLOTS, 4), jnp.int32),
-        # An order and its queries, which come by TMA.
-        "ordered": plgpu.Barrier(num_barriers=c.workers * QUERY_SLOTS, num_arrivals=2),
-        "order_done": plgpu.Barrier(num_barriers=c.workers * QUERY_SLOTS),
-        "filled": plgpu.Barrier(num_barriers=c.workers * c.slots, num_arrivals=plan.pages_per_tile),
-        "freed": plgpu.Barrier(num_barriers=c.workers * c.slots),
     }
-    pl.run_scoped(functools.partial(_attend, *refs, plan=plan, first_sm=first_sm), collective_axes="wg", **scratch)
+    body = functools.partial(_attend, *refs, plan=plan, first_sm=first_sm, **barriers)
+    pl.run_scoped(body, collective_axes="wg", **scratch)
 
 
 def _attend(

@@ -28,6 +28,7 @@ from pallas_kernels._gemm_config import GemmConfig
 from pallas_kernels._gemm_pipeline import Segment, consume, load_segment, observe_last_releases
 
 _ORDERS = 4  # in flight; a producer that runs ahead of slow epilogues over short segments stops there
+_ORDER_PITCH = 32  # TMA copies to multiples of 128 bytes
 _PRODUCER_REGISTERS, _IDLE_REGISTERS, _MOST_REGISTERS = 40, 24, 240
 _REGISTERS_PER_SM = 65536
 _COUNT_IN_LANE_0 = (
@@ -38,7 +39,7 @@ _COUNT_IN_LANE_0 = (
 class Orders(NamedTuple):
     """The ring of orders. The k-th order is in slot k % _ORDERS."""
 
-    smem: Any  # int32 [_ORDERS, FIELDS]
+    smem: Any  # int32 [_ORDERS, _ORDER_PITCH], of which the first FIELDS are used
     posted: Any  # [_ORDERS], an order has come
     taken: Any  # [_ORDERS], all consumers are done with it
     wanted: Any  # [1], the producer will soon need another
@@ -46,19 +47,21 @@ class Orders(NamedTuple):
 
 
 class Claims(NamedTuple):
-    """Where segments come from: the `index`-th claim of CTA `cta` of `num_ctas`."""
+    """Where segments come from."""
 
     table: Any  # int32 [segments + 1, FIELDS] in device memory
     counter: Any  # one semaphore, 0 at first; None in the interpreter
-    cta: Array
     num_ctas: int
 
     def take(self, index: Array) -> Array:
-        """The next segment that nobody has. The interpreter runs CTAs one after the other; there each has an equal stretch."""
+        """The next segment that nobody has, as this CTA's claim number `index`.
+
+        The interpreter runs CTAs one after the other; there each has an equal stretch.
+        """
         last = self.table.shape[0] - 1
         if self.counter is None:
             share = -(-last // self.num_ctas)
-            return jnp.where(index < share, jnp.minimum(self.cta * share + index, last), last)
+            return jnp.where(index < share, jnp.minimum(lax.axis_index("sm") * share + index, last), last)
         return jnp.minimum(_fetch_and_increment(self.counter), last)
 
 
@@ -91,7 +94,7 @@ def multiply_claimed(
         staging=staging,
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + halves),
         free=plgpu.Barrier(num_barriers=stages, num_arrivals=config.consumers),
-        smem=plgpu.SMEM((_ORDERS, fields.FIELDS), jnp.int32),
+        smem=plgpu.SMEM((_ORDERS, _ORDER_PITCH), jnp.int32),
         posted=plgpu.Barrier(num_barriers=_ORDERS),
         taken=plgpu.Barrier(num_barriers=_ORDERS, num_arrivals=config.consumers),
         wanted=plgpu.Barrier(),
@@ -117,8 +120,11 @@ def multiply_claimed(
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
             load = functools.partial(load_segment, a=a, b=b, a_smem=a_smem, b_smem=b_smem, full=full, free=free, config=config)
             orders_given, steps = _lead(claims, orders, config, stages, load)
-            _by_warps(interpreted, lambda: observe_last_releases(free, steps, stages))
-            _by_warps(interpreted, lambda: observe_last_releases(orders.taken, orders_given, _ORDERS))
+            _by_warps(  # each the warp that waited for these barriers before
+                interpreted,
+                lambda: observe_last_releases(free, steps, stages),
+                lambda: observe_last_releases(orders.taken, orders_given, _ORDERS),
+            )
 
         @pl.when(wg > config.consumers)
         def _idle() -> None:
@@ -191,7 +197,8 @@ def _lead(claims: Claims, orders: Orders, config: GemmConfig, stages: int, load:
         def _() -> None:
             plgpu.barrier_wait(orders.taken.at[slot])
 
-        plgpu.copy_gmem_to_smem(claims.table.at[claims.take(index)], orders.smem.at[slot], orders.posted.at[slot])
+        order = orders.smem.at[slot, pl.ds(0, fields.FIELDS)]
+        plgpu.copy_gmem_to_smem(claims.table.at[claims.take(index)], order, orders.posted.at[slot])
 
     def one(state: State) -> State:
         index, step, order = state

@@ -66,7 +66,8 @@ def decode_attention(
 @functools.partial(jax.jit, static_argnames="plan", inline=True)
 def _run(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens: Array, *, plan: Plan) -> Array:
     def body(*refs: Array) -> None:
-        launch.attend(*refs, plan=plan)
+        attend = functools.partial(launch.attend, *refs, plan=plan)
+        pl.run_scoped(attend, collective_axes="wg", **launch.barriers(plan))
         launch.launch_combine_early(plan)
 
     kernel = pl.kernel(

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -124,14 +123,18 @@ def _run(
     attended = attention.operands(q, k_pages, v_pages, block_tables, kv_lens, plan)
 
     def body(*refs: Any) -> None:
-        sm = lax.axis_index("sm")
+        # Around both roles: see `barriers`.
+        pl.run_scoped(functools.partial(roles, *refs), collective_axes="wg", **attention.barriers(plan))
+        attention.launch_combine_early(plan)
+
+    def roles(*refs: Any, **barriers: Any) -> None:
         table_ref, a_ref, b_ref, *extra = refs[: len(product)]
         attention_in = refs[len(product) : -(2 + _RESULTS)]
         out_ref, partials_ref, *attention_out = refs[-(2 + _RESULTS) :]
         bias_ref = None if bias is None else extra.pop(0)
         residual_ref = None if residual is None else extra.pop(0)
 
-        attention.attend(*attention_in, *attention_out, plan=plan, first_sm=gemm_sms)
+        attention.attend(*attention_in, *attention_out, plan=plan, first_sm=gemm_sms, **barriers)
         plgpu.commit_smem()  # TMA copies will overwrite what ordinary stores wrote
 
         write = functools.partial(write_blocks, bias_ref, residual_ref, out_ref, config)
@@ -139,7 +142,7 @@ def _run(
             write = functools.partial(write_or_share, write, partials_ref, config, plan.interpreted, columns_at_once=BLOCK)
         counter = None if plan.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
         multiply_claimed(
-            Claims(table_ref, counter, sm, num_ctas),
+            Claims(table_ref, counter, num_ctas),
             a_ref,
             b_ref,
             halves,
@@ -148,7 +151,6 @@ def _run(
             staging=epilogue_staging(config, a.dtype, halves, n, bias is not None, residual is not None),
             num_warpgroups=num_warpgroups,
         )
-        attention.launch_combine_early(plan)
 
     kernel = pl.kernel(
         body,
