@@ -226,7 +226,7 @@ def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, ro
     for of_device in devices.values():
         labels |= names.label_events(of_device, expected, TRACED_STEPS, scoped)
     first = devices[min(devices)]
-    period_us = row["burst"]["period_us"]
+    period_us = row["burst"]["period_us"] or 1e3 * row["burst"]["deep_step_ms"] / deep
     window = pictures.middle_of_step(first, TRACED_STEPS, deep * period_us, 2 * period_us)
     title = f"{setup.plan.model}, {variant.label}: two layers of {period_us:.0f} us mid-step; bar height and number: SMs"
     pictures.draw(first, labels, window, num_sms=setup.plan.num_sms, title=title, path=out / f"{variant.file_name}.png")

@@ -65,7 +65,7 @@ def record(
         shorter = min(layer.alone[a], layer.alone[b])
         us = layer.both[a, b]
         pairs[f"{a}+{b}"] = {"us": round(us, 2), "percent": round(100 * us / shorter, 1) if shorter > 0 else None}
-        if us <= _NOTHING * shorter:
+        if shorter <= 0 or us <= _NOTHING * shorter:
             pairs[f"{a}+{b}"]["why_none"] = why_none(events, a, b, phases=phases, schedule=schedule, num_sms=num_sms)
     network = layer.alone[Resource.NETWORK]
     return {

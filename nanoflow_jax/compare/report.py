@@ -12,16 +12,21 @@ def figures(setup: Setup, timings: Mapping[int, Timing], optimal: float | None) 
     """Period, step, throughput of the whole model, percent of optimal and power of one mode.
 
     The period is what a layer adds between the depths; a step of the whole model is its layers' periods and the rest that both
-    depths share (embedding, logits, the pipeline's filling and draining). Throughput counts all tokens of the batch.
+    depths share (embedding, logits, the pipeline's filling and draining). Throughput counts all tokens of the batch. All of
+    them are None where noise made the deeper model no slower than the other.
     """
     shallow, deep = sorted(timings)
     row: Row = {}
     for kind in ("burst", "sustained"):
         step_s = {depth: getattr(timing, f"{kind}_s") for depth, timing in timings.items()}
         period_s = (step_s[deep] - step_s[shallow]) / (deep - shallow)
+        row[kind] = dict.fromkeys(("period_us", "step_ms", "rest_ms", "tokens_per_s_per_gpu", "percent_of_optimal"))
+        row[kind]["deep_step_ms"] = 1e3 * step_s[deep]
+        if period_s <= 0:
+            continue
         whole_s = step_s[deep] + period_s * (setup.config.num_layers - deep)
         throughput = setup.plan.b_dense / whole_s / setup.plan.tp
-        row[kind] = {
+        row[kind] |= {
             "period_us": 1e6 * period_s,
             "step_ms": 1e3 * whole_s,
             "rest_ms": 1e3 * (step_s[deep] - deep * period_s),
@@ -54,15 +59,16 @@ def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
     if "error" in row:
         return [f"{label:22}  {row['error']}"]
 
-    def speedup(kind: str) -> float:
+    def cells(kind: str) -> str:
         sequential = [r[kind]["period_us"] for name, r in rows.items() if name.startswith("sequential") and kind in r]
-        return min(sequential, default=float("nan")) / row[kind]["period_us"]
+        best = min((us for us in sequential if us), default=None)
+        us = row[kind]["period_us"]
+        return f"{_or_dash(us, '.1f'):>11}{_or_dash(best / us if best and us else None, '.3f'):>9}"
 
-    burst, sustained = row["burst"], row["sustained"]
-    percent = sustained["percent_of_optimal"]
+    whole = row["sustained"]
     text = (
-        f"{label:22}{burst['period_us']:10.1f}{speedup('burst'):9.3f}{sustained['period_us']:11.1f}{speedup('sustained'):9.3f}"
-        f"{sustained['step_ms']:9.2f}{sustained['tokens_per_s_per_gpu']:11.0f}{_or_dash(percent, '.1f', ' %'):>9}"
+        f"{label:21}{cells('burst')}{cells('sustained')}{_or_dash(whole['step_ms'], '.2f'):>9}"
+        f"{_or_dash(whole['tokens_per_s_per_gpu'], '.0f'):>11}{_or_dash(whole['percent_of_optimal'], '.1f', ' %'):>9}"
         f"{_or_dash(row['watts'], '.0f'):>6}"
     )
     return [text, *_overlap_lines(row["overlap"])]

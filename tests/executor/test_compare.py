@@ -57,7 +57,7 @@ def test_modes_are_measured_beside_each_other(plan_file, modes, tmp_path, capsys
     found = json.loads(captured.out.splitlines()[-1])
     assert list(found["modes"]) == [f"{mode} (reference)" for mode in modes]
     for label, row in found["modes"].items():
-        assert row["sustained"]["step_ms"] > 0
+        assert row["sustained"]["deep_step_ms"] > 0
         assert row["watts"] is None
         # A CPU's profile has no streams, and the row says so.
         assert "only /host:CPU" in row["overlap"]["unavailable"]
@@ -98,8 +98,7 @@ def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:
     assert command.main(["--plan", str(plan_file), "--workload", "8:8", "--modes", "streams", *SMALL]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["tp"] == 2
-    row = found["modes"]["streams (reference)"]
-    assert row["sustained"]["tokens_per_s_per_gpu"] == pytest.approx(16e3 / row["sustained"]["step_ms"] / 2)
+    assert found["modes"]["streams (reference)"]["burst"]["deep_step_ms"] > 0
 
 
 def test_modes_that_fail_leave_the_others_their_turn(plan_file, light_steps, monkeypatch, capsys) -> None:
@@ -201,6 +200,15 @@ def test_figures_are_those_of_the_whole_model() -> None:
     assert row["sustained"]["tokens_per_s_per_gpu"] == pytest.approx(16 / 20e-3 / 2)
     assert row["sustained"]["percent_of_optimal"] == pytest.approx(40)
     assert row["watts"] == 650
+
+
+def test_noise_is_no_period() -> None:
+    setup = measure.Setup(small_config(), small_plan(), Workload(8, 8), (1, 2), 4, np.dtype("float32"))
+    row = report.figures(setup, dict.fromkeys((1, 2), measure.Timing(burst_s=1e-3, sustained_s=2e-3, watts=[])), None)
+    assert row["burst"]["period_us"] is None
+    assert row["sustained"]["deep_step_ms"] == 2
+    text = report.lines("nano (x)", row | {"overlap": {"unavailable": "y"}}, {"sequential (x)": row})[0]
+    assert text.split() == ["nano", "(x)", *"-------", "-"]
 
 
 def test_rows_of_the_table_show_overlap_and_reasons() -> None:
