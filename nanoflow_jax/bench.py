@@ -37,6 +37,7 @@ from nanoflow_jax.kernels import KernelChoice
 from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
+from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.request import Request, SamplingParams
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
             mode=args.mode,
             plans=read_plans(args.plan) if args.plan else None,
             kernels=args.kernels,
+            kv_offload="both" if args.kv_host_gb else "off",
         ),
         cache_dir=args.cache_dir,
         sync=args.sync,
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         progress=_progress_bar(),
     )
     if conversations:
-        report = multi_round.measure(llm.engine.runner, conversations, seed=args.seed, sync=args.sync)
+        report = multi_round.measure(llm.engine.runner, conversations, seed=args.seed, sync=args.sync, tiers=tier_options(args))
         report |= {"workload": args.workload, **_setting(llm, args)}
         multi_round.print_table(report)
     else:
@@ -367,12 +369,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
     parser.add_argument("--peer-python", metavar="PYTHON", help="also run transformers, in this interpreter, on the same load")
     multi_round.add_arguments(parser)
+    add_tier_arguments(parser.add_argument_group("memory tiers", "with --workload multi-round"))
     args = parser.parse_args(argv)
     for name in ("input", "output", "requests", "rounds", "message"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if not args.scale > 0:
         parser.error(f"--scale {args.scale} must be positive")
+    try:
+        if tier_options(args) is not None and args.workload != "multi-round":
+            parser.error("memory tiers are measured with --workload multi-round")
+    except ValueError as error:
+        parser.error(str(error))
     if args.workload == "multi-round" and args.peer_python:
         parser.error("--peer-python runs the uniform workload only")
     if args.workload == "uniform":

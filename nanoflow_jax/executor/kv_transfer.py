@@ -84,10 +84,10 @@ def group_layers(new_kv: list[Float[Array, "T K 2 H"]], num_groups: int, *, to_h
 
 
 def stage_pages(pages: np.ndarray, form: PageFormat, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Starts copying `uint8[n, page_bytes]` to the devices; n is a chunk size. The array must never change afterwards, since
-    a CPU device may read from it."""
+    """Starts copying `uint8[n, page_bytes]` to the devices; n is a chunk size. The array must not change before the result is
+    ready, and may afterwards."""
     elements = pages.reshape(-1).view(form.dtype).reshape(len(pages), *form.shape)
-    return jax.device_put(elements, NamedSharding(mesh, _CHUNK_PARTITION))
+    return jax.device_put(elements, NamedSharding(mesh, _CHUNK_PARTITION), may_alias=False)
 
 
 def lower_write_pages(form: PageFormat, num_pages: int, cache: KVCache, mesh: jax.sharding.Mesh) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanoflow_jax.runtime.kv_store import CachedPrefix, Fault, KVStore, LoadedPages
+from nanoflow_jax.runtime.kv_store.host import runs_of
 from nanoflow_jax.runtime.kv_store.stats import Rate
 from nanoflow_jax.runtime.kv_store.workers import Workers
 
@@ -105,6 +106,8 @@ class Loads:
         self._page_size = page_size
         self._chunk_sizes = chunk_sizes
         self._worth = worth
+        # Used by one copy after the other, each of which waits for the device.
+        self._buffer = np.zeros((chunk_sizes[-1], store.page_bytes), np.uint8)
         self._window = max(1, _WINDOW_BYTES // (chunk_sizes[-1] * store.page_bytes))
         self._in_flight = 0
         self._active: list[Load] = []
@@ -230,18 +233,22 @@ class Loads:
 
     # On the worker's thread
 
+    def _in_one_piece(self, slots: tuple[int, ...]) -> np.ndarray:
+        """uint8[chunk size, page_bytes] that begins with these host pages: they themselves, if they lie as they must."""
+        size = next(size for size in self._chunk_sizes if size >= len(slots))
+        if len(slots) == size and slots[-1] - slots[0] == size - 1 and len(runs_of(slots)) == 1:
+            return self._store.host_pages[slots[0] : slots[0] + size]
+        pages = self._buffer[:size]
+        np.take(self._store.host_pages, slots, axis=0, out=pages[: len(slots)])
+        return pages
+
     def _copy(self, load: Load, chunk: _Chunk) -> None:
         """Brings a chunk to the device and waits for it."""
         try:
             if not (load.cancelled or load.failed):
                 assert load.pages is not None
-                count = chunk.page_ids.size
-                size = next(size for size in self._chunk_sizes if size >= count)
-                # Memory of its own: a CPU device keeps reading what it was given, and the slots are somebody else's soon.
-                pages = np.empty((size, self._store.page_bytes), np.uint8)
-                slots = load.pages.slots[chunk.first : chunk.first + count]
-                np.take(self._store.host_pages, slots, axis=0, out=pages[:count])
-                staged = self._target.stage_pages(pages)
+                slots = load.pages.slots[chunk.first : chunk.first + chunk.page_ids.size]
+                staged = self._target.stage_pages(self._in_one_piece(slots))
                 staged.block_until_ready()
                 chunk.staged = staged
         except Exception as error:

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -80,7 +80,7 @@ def tier_options(args: Any) -> TierOptions | None:
     return TierOptions(host_bytes=host_bytes, ssd_directory=args.kv_ssd_dir, ssd_bytes=ssd_bytes)
 
 
-class OffloadingRunner(PageTarget):
+class OffloadingRunner(PageTarget, Protocol):
     """What the tiers need of the runner besides loading; see `executor.runner.ModelRunner`."""
 
     config: ModelConfig

@@ -98,13 +98,15 @@ class OnDevice:
 
 
 class Staged:
-    """Pages on their way to the device, which may read them at any time until they are written."""
+    """Pages on their way to the device, which reads them as late as it may: when it is waited for."""
 
     def __init__(self, runner: "MockRunner", pages: np.ndarray) -> None:
-        self._runner, self.pages = runner, pages
+        self._runner, self._source = runner, pages
+        self.pages = np.zeros((0, 0), np.uint8)
 
     def block_until_ready(self) -> None:
         self._runner.before_copy()
+        self.pages = self._source.copy()
 
 
 class MockStep:

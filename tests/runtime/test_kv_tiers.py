@@ -1,4 +1,4 @@
-"""Memory tiers behind the engine: the same tokens as plain decoding, whatever is offloaded, loaded, evicted, lost or cancelled."""
+"""Memory tiers behind the engine: the tokens of plain decoding, whatever is offloaded, loaded, evicted, lost or cancelled."""
 
 import contextlib
 import random

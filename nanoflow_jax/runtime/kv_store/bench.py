@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nanoflow_jax.runtime.kv_store import KVStore
-from nanoflow_jax.runtime.kv_store.files import OsFiles, read_into, write_all
+from nanoflow_jax.runtime.kv_store.files import OsFiles, drop_from_cache, read_into, sync_files, write_all
 
 _FINGERPRINT = bytes(32)
 _TIMEOUT_S = 600.0
@@ -27,17 +27,6 @@ def _seconds(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _forget(directory: str, *, sync: bool) -> None:
-    """Writes the directory's files out, or asks the system to drop them from its cache."""
-    for name in os.listdir(directory):
-        fd = os.open(os.path.join(directory, name), os.O_RDWR)
-        if sync:
-            os.fdatasync(fd)
-        else:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def measure_host(digests: list[bytes], pages: np.ndarray) -> dict[str, float]:
@@ -88,10 +77,10 @@ def measure_ssd(directory: str, digests: list[bytes], pages: np.ndarray, num_rea
 
     store = opened()
     store.put_many(digests, pages).result(_TIMEOUT_S)
-    seconds = {"ssd put": _seconds(lambda: (store.close(_TIMEOUT_S), _forget(directory, sync=True)))}
+    seconds = {"ssd put": _seconds(lambda: (store.close(_TIMEOUT_S), sync_files(directory)))}
     for name in ("ssd get, cold", "ssd get, warm"):
         if name.endswith("cold"):
-            _forget(directory, sync=False)
+            drop_from_cache(directory)
         store = opened()
         begin = time.perf_counter()
         with store.get_many(digests).result(_TIMEOUT_S) as got:
@@ -116,7 +105,7 @@ def measure_file(directory: str, pages: np.ndarray) -> dict[str, float]:
     seconds = {
         "file write": transfer(os.O_RDWR | os.O_CREAT, lambda fd: (write_all(files, fd, [pages], 0), os.fdatasync(fd))),
     }
-    _forget(directory, sync=False)
+    drop_from_cache(directory)
     for name in ("file read, cold", "file read, warm"):
         seconds[name] = transfer(os.O_RDONLY, lambda fd: read_into(files, fd, [out], 0))
     assert (out == pages).all()

@@ -83,3 +83,19 @@ def _transfer(call: Any, fd: int, buffers: Buffers, offset: int) -> int:
         if moved:
             views[0] = views[0][moved:]
     return total
+
+
+def sync_files(directory: str) -> None:
+    """Writes the directory's files out to the disk; for measurements."""
+    for name in os.listdir(directory):
+        fd = os.open(os.path.join(directory, name), os.O_RDWR)
+        os.fdatasync(fd)
+        os.close(fd)
+
+
+def drop_from_cache(directory: str) -> None:
+    """Asks the system to forget the directory's files, which are on the disk; it may keep some. For measurements."""
+    for name in os.listdir(directory):
+        fd = os.open(os.path.join(directory, name), os.O_RDWR)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
