@@ -229,12 +229,15 @@ def _lead(claims: Claims, orders: Orders, config: GemmConfig, stages: int, load:
 def _fetch_and_increment(counter: Any) -> Array:
     """What the counter was; for a single warp, which counts once."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=None))
+    no_layout: Any = None  # of a scalar
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=no_layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)
     def fetch(_: Any, counter: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         pointer = mgpu_utils.memref_ptr(counter)
         lane = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(32, i32))
-        counted = llvm.inline_asm(i32, [pointer, lane], _COUNT_IN_LANE_0, "=&r,l,r", has_side_effects=True, asm_dialect=0)
+        counted: Any = llvm.inline_asm(i32, [pointer, lane], _COUNT_IN_LANE_0, "=&r,l,r", has_side_effects=True, asm_dialect=0)
         every, zero = mgpu_utils.c(0xFFFFFFFF, i32), mgpu_utils.c(0, i32)
         value = nvvm.shfl_sync(every, counted, zero, mgpu_utils.c(31, i32), nvvm.ShflKind.idx)
         return fragmented_array.FragmentedArray.splat(value, (), is_signed=True)

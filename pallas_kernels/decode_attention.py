@@ -18,6 +18,7 @@ Limits: bfloat16; head sizes 64 and 128; at most 8 query heads a KV head; page s
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def _run(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens:
         pl.run_scoped(attend, collective_axes="wg", **launch.barriers(plan))
         launch.launch_combine_early(plan)
 
-    kernel = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out_type=launch.results(plan),
         mesh=plgpu.Mesh(

@@ -152,7 +152,7 @@ def _run(
             num_warpgroups=num_warpgroups,
         )
 
-    kernel = pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(stored, a.dtype),

@@ -1,7 +1,11 @@
-"""Decode attention and a GEMM beside it as one kernel whose CTAs take roles, in the place of two kernels on two streams."""
+"""Decode attention and the GEMMs beside it as kernels whose CTAs take roles, in the place of kernels on two streams.
+
+A plan lets one attention run beside a chain of GEMMs. Each GEMM of the chain takes a part of the attention's rows along, as
+large as the part of the attention's time that the plan has the two side by side.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,23 +21,35 @@ Apply = Callable[[Kernels], dict[str, Array]]
 """Runs a nano-operation with the given kernels; returns what it wrote."""
 
 
-def partners(phase: Phase) -> dict[int, int]:
-    """Index of each decode attention in the phase that has a GEMM beside it -> index of that GEMM.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Of the decode attention at index `attention` of a phase, the rows from this fraction of them to that."""
 
-    Of the GEMMs that the plan runs beside an attention it is the one with the longest time in common; each has one partner.
+    attention: int
+    first: float
+    last: float
+
+
+def beside(phase: Phase) -> dict[int, tuple[Part, ...]]:
+    """Index of each GEMM in the phase that the plan runs beside decode attention -> what of it goes with that GEMM.
+
+    A kernel reads one layer's pages. Where a GEMM meets attention of two layers it takes the one that it meets longer.
     """
-    found: dict[int, int] = {}
-    for index, placed in enumerate(phase):
-        if placed.nano.operation != "decode_attention":
-            continue
-        beside = {
-            other: _common_us(placed, gemm)
-            for other, gemm in enumerate(phase)
-            if gemm.nano.operation in GEMMS and other not in found.values()
-        }
-        longest = max(beside, key=lambda other: beside[other], default=None)
-        if longest is not None and beside[longest] > 0:
-            found[index] = longest
+    attentions = [i for i, placed in enumerate(phase) if placed.nano.operation == "decode_attention"]
+    meetings: dict[int, dict[int, float]] = {}
+    for index, gemm in enumerate(phase):
+        times = {i: _common_us(phase[i], gemm) for i in attentions} if gemm.nano.operation in GEMMS else {}
+        times = {i: time_us for i, time_us in times.items() if time_us > 0}
+        if times:
+            layer = phase[max(times, key=lambda i: times[i])].layer
+            meetings[index] = {i: time_us for i, time_us in times.items() if phase[i].layer == layer}
+    total_us = {i: sum(times.get(i, 0.0) for times in meetings.values()) for i in attentions}
+    done_us = dict.fromkeys(attentions, 0.0)
+    found = {}
+    for index, times in meetings.items():
+        found[index] = tuple(Part(i, done_us[i] / total_us[i], (done_us[i] + us) / total_us[i]) for i, us in times.items())
+        for i, us in times.items():
+            done_us[i] += us
     return found
 
 
@@ -49,36 +65,73 @@ def gemm_share(gemm: Placed, attention: Placed, num_sms: int) -> int:
     return max(1, min(gemm.nano.num_sms, num_sms - attention.nano.num_sms))
 
 
-def needs_streams(phase: Phase, pairs: Mapping[int, int]) -> bool:
+def needs_streams(phase: Phase, parts: Mapping[int, Sequence[Part]]) -> bool:
     """Whether work is left for other streams. Without, a phase is one chain, and streams would only add waits between them."""
-    resources = {placed.nano.resource for index, placed in enumerate(phase) if index not in pairs}
-    return len(resources) > 1
+    fused = {part.attention for of_gemm in parts.values() for part in of_gemm}
+    return len({placed.nano.resource for index, placed in enumerate(phase) if index not in fused}) > 1
 
 
-def run_pair(
-    gemm: Apply, attention: Apply, gemm_kernels: Kernels, attention_kernels: Kernels, attention_sms: int
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What both wrote. All that the operations do beside the two kernels happens as without the fusion, in front or behind.
+class SplitAttention:
+    """One decode attention whose rows are computed in pieces, by the kernels of several GEMMs."""
 
-    The attention runs twice: first to see what it gives its kernel, then with the result of the fused kernel for it.
+    def __init__(self, apply: Apply, kernels: Kernels):
+        """`apply` runs twice: here, to see what it gives its kernel, and in `result` with what the kernels made of it."""
+        self._apply, self._kernels = apply, kernels
+        self._operands: tuple[Array, ...] = ()
+        self._pieces: list[Array] = []
+
+        def see(*operands: Array) -> Array:
+            self._operands = operands
+            return jnp.zeros_like(operands[0])
+
+        apply(dataclasses.replace(kernels, decode_attention=see))
+
+    def rows(self, part: Part) -> tuple[Array, ...]:
+        """The kernel's operands for a part's rows; empty if it has none, as where no row of these tokens can decode."""
+        if not self._operands:
+            return ()
+        q, k_pages, v_pages, block_tables, kv_lens = self._operands
+        rows = slice(round(part.first * q.shape[0]), round(part.last * q.shape[0]))
+        return (q[rows], k_pages, v_pages, block_tables[rows], kv_lens[rows]) if rows.start < rows.stop else ()
+
+    def take(self, attended: Array) -> None:
+        """The result for the next rows."""
+        self._pieces.append(attended)
+
+    def result(self) -> dict[str, Array]:
+        """What the nano-operation writes, once all rows are computed."""
+        if not self._operands:
+            return self._apply(self._kernels)
+        attended = self._pieces[0] if len(self._pieces) == 1 else jnp.concatenate(self._pieces)
+        return self._apply(dataclasses.replace(self._kernels, decode_attention=lambda *_: attended))
+
+
+def run_gemm(
+    gemm: Apply, kernels: Kernels, attentions: Sequence[tuple[SplitAttention, Part]], attention_sms: int
+) -> dict[str, Array]:
+    """What the GEMM's nano-operation writes; its kernel also computes the parts of attention, all of one layer.
+
+    All that the operations do beside the two kernels happens as without the fusion, in front or behind.
     """
-    pair_kernel = gemm_kernels.gemm_with_decode_attention
+    pair_kernel = kernels.gemm_with_decode_attention
     assert pair_kernel is not None
-    arguments: list[tuple[Any, ...]] = []
-    results: list[Array] = []
-
-    def see(*operands: Any) -> Array:
-        arguments.append(operands)
-        return jnp.zeros_like(operands[0])
+    parts = [(split, rows) for split, part in attentions if (rows := split.rows(part))]
+    if not parts:
+        return gemm(kernels)
+    q, block_tables, kv_lens = (_joined([rows[field] for _, rows in parts]) for field in (0, 3, 4))
+    _, k_pages, v_pages, *_ = parts[0][1]
 
     def multiply(a: Array, b: Array, **epilogue: Any) -> Array:
-        c, attended = pair_kernel(a, b, *arguments[0], attention_sms=attention_sms, **epilogue)
-        results.append(attended)
+        operands = (a, b, q, k_pages, v_pages, block_tables, kv_lens)
+        c, attended = pair_kernel(*operands, attention_sms=attention_sms, **epilogue)
+        start = 0
+        for split, rows in parts:
+            split.take(attended[start : start + rows[0].shape[0]])
+            start += rows[0].shape[0]
         return c
 
-    attention(dataclasses.replace(attention_kernels, decode_attention=see))
-    if not arguments:  # no row of these tokens can decode
-        return gemm(gemm_kernels), attention(attention_kernels)
-    written = gemm(dataclasses.replace(gemm_kernels, gemm=multiply))
-    (attended,) = results
-    return written, attention(dataclasses.replace(attention_kernels, decode_attention=lambda *_: attended))
+    return gemm(dataclasses.replace(kernels, gemm=multiply))
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)

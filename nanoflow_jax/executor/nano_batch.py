@@ -89,10 +89,11 @@ def forward(
     for phase in phases:
         if mode is not Mode.XLA:
             pipeline.hold_back(phase, behind)
-        results = pipeline.run(phase, annotate, fused.partners(phase) if mode is Mode.FUSED else {})
+        results = pipeline.run(phase, annotate, fused.beside(phase) if mode is Mode.FUSED else {})
         if mode is not Mode.XLA:
             results = lax.optimization_barrier(results)
         behind = [array for values in results for array in values.values()]
+        pipeline.note_pool_readers(phase, results)
         for placed, values in zip(phase, results, strict=True):
             written = pipeline.finish(placed, values)
             if probe is not None:
@@ -173,28 +174,34 @@ class _Pipeline:
         for (layer, name, start, stop), array in held.items():
             self.layers[layer].values[name].write(start, stop, array)
 
-    def run(self, phase: Phase, annotate: Annotate, pairs: Mapping[int, int]) -> list[Values]:
+    def run(self, phase: Phase, annotate: Annotate, parts: Mapping[int, Sequence[fused.Part]]) -> list[Values]:
         """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet.
 
-        Decode attention at index i of the phase runs in one kernel with the GEMM at index pairs[i], if there is that kernel.
+        `parts` says which rows of attention go with the GEMM at an index of the phase, where kernels can do both.
         """
         copies = {id(value): value.copy() for layer in self.layers for value in layer.values.values()}
         state = [_Layer({name: copies[id(v)] for name, v in layer.values.items()}, layer.pool) for layer in self.layers]
-        pairs = {i: j for i, j in pairs.items() if self._kernels_for(phase[j].nano.num_sms).gemm_with_decode_attention}
-        attention_of = {gemm: attention for attention, gemm in pairs.items()}
-        annotate = annotate if fused.needs_streams(phase, pairs) or not pairs else where_it_is
+        parts = {i: p for i, p in parts.items() if self._kernels_for(phase[i].nano.num_sms).gemm_with_decode_attention}
+        annotate = annotate if fused.needs_streams(phase, parts) or not parts else where_it_is
+        split: dict[int, fused.SplitAttention] = {}
+        for index in sorted({part.attention for of_gemm in parts.values() for part in of_gemm}):
+            kernels = self._kernels_for(phase[index].nano.num_sms)
+            split[index] = fused.SplitAttention(self._applied(phase[index], state), kernels)
         outputs: list[Values] = [{} for _ in phase]
         for index, placed in enumerate(phase):
-            if index in pairs:
+            if index in split:
                 continue
-            if index in attention_of:
-                attention = phase[attention_of[index]]
-                outputs[index], outputs[attention_of[index]] = self._run_pair(placed, attention, state)
-                self._see(attention, outputs[attention_of[index]], state)
+            if index in parts:
+                attention = phase[parts[index][0].attention]
+                kernels = self._kernels_for(fused.gemm_share(placed, attention, self._plan.num_sms))
+                beside = [(split[part.attention], part) for part in parts[index]]
+                outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
             else:
                 apply = functools.partial(self._apply, placed, *self._parts(placed))
                 outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(placed, state))
-            self._see(placed, outputs[index], state)
+            state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index])
+        for index, attention in split.items():
+            outputs[index] = attention.result()
         return outputs
 
     def _parts(self, placed: Placed) -> tuple[Sequence[str], Set[str]]:
@@ -207,24 +214,20 @@ class _Pipeline:
         values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in layer.external_reads(names)}
         return values | layer.pool if _reads_pool(names) else values
 
-    def _see(self, placed: Placed, written: Values, state: Sequence[_Layer]) -> None:
-        state[placed.layer].write(self._plan.batch_of(placed.nano), written)
+    def _applied(self, placed: Placed, state: Sequence[_Layer]) -> fused.Apply:
+        """A nano-operation on what it reads now, as a function of the kernels."""
+        return functools.partial(self._apply, placed, *self._parts(placed), self._inputs(placed, state))
 
-    def _run_pair(self, gemm: Placed, attention: Placed, state: Sequence[_Layer]) -> tuple[Values, Values]:
-        applied = [
-            functools.partial(self._apply, placed, *self._parts(placed), self._inputs(placed, state))
-            for placed in (gemm, attention)
-        ]
-        num_sms = fused.gemm_share(gemm, attention, self._plan.num_sms)
-        kernels = self._kernels_for(num_sms), self._kernels_for(attention.nano.num_sms)
-        return fused.run_pair(*applied, *kernels, attention.nano.num_sms)
+    def note_pool_readers(self, phase: Phase, results: Sequence[Values]) -> None:
+        """Lets the writes of a phase, all at its end, come after every read of the pool in it, whichever the plan has first."""
+        for placed, values in zip(phase, results, strict=True):
+            if _reads_pool(self._runs[placed.nano.operation][0]):
+                self.layers[placed.layer].pool_readers += values.values()
 
     def finish(self, placed: Placed, results: Values) -> Values:
         """Stores what a nano-operation wrote, after its write of the pool if it has one; returns all it wrote."""
         layer, tokens = self.layers[placed.layer], self._plan.batch_of(placed.nano)
-        before, after = self._runs[placed.nano.operation]
-        if _reads_pool(before):
-            layer.pool_readers += results.values()
+        _, after = self._runs[placed.nano.operation]
         if after:
             pool, _ = lax.optimization_barrier((layer.pool, layer.pool_readers))
             kept = {write for name in after for write in OPERATIONS[name].writes}

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from nanoflow_jax.executor.fused import partners
+from nanoflow_jax.executor.fused import beside
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.plan import decode_plan
 from tests.executor.h200_schedule import NUM_LAYERS, PLANS
@@ -40,7 +40,7 @@ def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]
 def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, others: set[str]) -> None:
     found = schedule(plan, "fused")
     phases = group(decode_plan((PLANS / f"{plan}.json").read_bytes()), NUM_LAYERS)
-    pairs = sum(len(partners(phase)) for phase in phases)
+    pairs = sum(len(beside(phase)) for phase in phases)
     assert found["fused_calls"] == pairs >= NUM_LAYERS
     assert others <= found["pairs"].keys()
 

@@ -100,7 +100,7 @@ def test_interpreted_without_races(gemm_sms, shape, flags):
     sms = {"gemm_sms": gemm_sms, "attention_sms": 1}
     with interpreted():
         c, out = _run(operands, extra, attention, **sms, gemm_config=_TILE, attention_config=_WORKER)
-        c, out = np.asarray(c), np.asarray(out)
+        jax.block_until_ready((c, out))
     _assert_product(c, operands, extra)
     paged.assert_close(out, reference.decode_attention(*attention))
 
@@ -126,7 +126,7 @@ def test_interpreted_cut_tiles(sms, shape, flags, config):
             operands, extra, attention, gemm_sms=sms[0], attention_sms=sms[1], gemm_config=config,
             attention_config=TuningConfig(workers=2, tiles_per_step=1, slots=2),
         )  # fmt: skip
-        c, out = np.asarray(c), np.asarray(out)
+        jax.block_until_ready((c, out))
     _assert_product(c, operands, extra)
     paged.assert_close(out, reference.decode_attention(*attention))
 
