@@ -264,7 +264,7 @@ class ModelRunner:
 
     def _activation_bytes(self, options: RunnerConfig) -> int:
         """An upper estimate of a step's temporaries: the logits twice in float32, and a few layers' widest activations."""
-        widest = max(2 * self.config.d_ff * max(1, self.config.experts_per_token), 4 * self.config.d_model)
+        widest = max(2 * self._layout.padded_d_ff * max(1, self.config.experts_per_token), 4 * self.config.d_model)
         vocab = self.config.vocab_size
         return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
 
