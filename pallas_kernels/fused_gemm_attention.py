@@ -75,7 +75,10 @@ def gemm_with_decode_attention(
     m, k = a.shape
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
-    config = gemm_config or _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=gemm_sms)
+    if gemm_config is None:
+        # Whether whole waves would do depends on how many SMs there are, which here nobody knows before.
+        tuned = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=gemm_sms)
+        gemm_config = dataclasses.replace(tuned, stream_k=True)
     c, attended = _run(
         a,
         b,
@@ -86,7 +89,7 @@ def gemm_with_decode_attention(
         v_pages,
         block_tables,
         kv_lens,
-        config=dataclasses.replace(config, cluster=1, cluster_along="m"),
+        config=dataclasses.replace(gemm_config, cluster=1, cluster_along="m"),
         plan=plan,
         gemm_sms=gemm_sms,
     )

@@ -160,7 +160,7 @@ def test_refuses_by_name():
 
 
 def _shapes(
-    m: int, k: int, n: int, rows: int, K: int, G: int, page_size: int, flags: tuple[str, ...] = ()
+    m: int, k: int, n: int, rows: int, K: int, G: int, page_size: int, flags: tuple[str, ...] = (), **options: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -172,7 +172,7 @@ def _shapes(
 
     def call(a: Any, b: Any, arrays: Any, attention: Any) -> Any:
         sms = {"gemm_sms": 104, "attention_sms": 28}
-        return gemm_with_decode_attention(a, b, *attention, **arrays, swiglu="swiglu" in flags, **sms)
+        return gemm_with_decode_attention(a, b, *attention, **arrays, swiglu="swiglu" in flags, **sms, **options)
 
     return call, (shape(m, k), shape(k, *columns), {name: extra[name] for name in flags if name in extra}, attention)
 
@@ -180,6 +180,7 @@ def _shapes(
 def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
         "8b gate_up": _shapes(2048, 4096, 14336, 512, 8, 4, 64, ("swiglu",)),
+        "8b gate_up, four warpgroups": _shapes(2048, 4096, 14336, 512, 8, 4, 64, ("swiglu",), attention_config=TuningConfig()),
         "8b down": _shapes(2048, 14336, 4096, 512, 8, 4, 64, ("residual",)),
         "qwen qkv": _shapes(1024, 4096, 6144, 512, 8, 4, 16, ("bias",)),
         "70b/8 gate_up": _shapes(1024, 8192, 3584, 1024, 1, 8, 16, ("swiglu", "bias")),
