@@ -177,6 +177,7 @@ class Admission:
             sequence.load = self.loads.find(names[cached.size :], cached.size)
             sequence.load_attempts += sequence.load is not None
         elif load is not None and self.loads.overdue(load):
+            self.loads.num_failed += 1
             self.drop_load(sequence)
             sequence.load_attempts = _MAX_LOADS
         return sequence.load

@@ -20,8 +20,8 @@ from nanoflow_jax.runtime.kv_store import KVStore
 from nanoflow_jax.runtime.kv_store.workers import Workers
 from nanoflow_jax.runtime.sequences import SequenceTable
 
-# Steps whose copies may exist at once. More would only hide for longer that the host cannot keep up.
-MAX_STEPS = 4
+# Copies of steps that may exist at once. More would only hide for longer that the host cannot keep up.
+IN_FLIGHT_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Offload:
         self.num_dropped = 0
         self._store = store
         self._page_size = page_size
-        self._workers = Workers("kv-offload", 1, max_waiting=MAX_STEPS, faults=store.faults)
+        self._workers = Workers("kv-offload", 1, max_waiting=IN_FLIGHT_BYTES, faults=store.faults)
         token_bytes = store.page_bytes // (page_size * num_groups)
         # Untouched memory is not mapped.
         self._staged = [np.empty((num_rows, page_size, token_bytes), np.uint8) for _ in range(num_groups)]
@@ -70,7 +70,8 @@ class Offload:
         Args:
           arrays: `new_kv` of the launched step.
         """
-        if self._workers.waiting >= MAX_STEPS:
+        num_bytes, waiting = sum(array.nbytes for array in arrays), self._workers.waiting
+        if waiting and waiting + num_bytes > IN_FLIGHT_BYTES:
             self.num_dropped += step.num_tokens
             return
         for array in arrays:
@@ -87,7 +88,7 @@ class Offload:
             places=step.batch.q_starts[:count],
             names=self._names(step, ends, lengths, table),
         )
-        self._workers.submit(lambda: self._store_step(tokens))
+        self._workers.submit(lambda: self._store_step(tokens), weight=num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything taken has been given to the store; False if that takes longer."""

@@ -103,8 +103,8 @@ class LLM:
             gathered_o_proj=wants_gathered_o_proj(options.plans),
         )  # fmt: skip
         runner = ModelRunner(loaded.config, loaded.layout, mesh, loaded.decoder, options, jax.numpy.dtype(dtype))
+        store = None if kv_tiers is None else open_store(runner, kv_tiers)  # which may be refused: before steps are compiled
         runner.warm_up(progress)
-        store = None if kv_tiers is None else open_store(runner, kv_tiers)
         self.engine = Engine(runner, loaded.tokenizer, sync=sync, prefix_cache=prefix_cache, kv_store=store)
 
     def close(self, timeout_s: float = 30.0) -> bool:

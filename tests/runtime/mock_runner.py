@@ -78,10 +78,11 @@ class MockResult:
 class OnDevice:
     """Half of each token's number, once the step has run; whoever reads it waits for that, on any thread."""
 
-    def __init__(self, runner: "MockRunner", group: int) -> None:
+    def __init__(self, runner: "MockRunner", group: int, num_tokens: int) -> None:
         self._runner, self._group = runner, group
         self._values: np.ndarray | None = None
         self._run = threading.Event()
+        self.nbytes = 4 * num_tokens
 
     def set(self, numbers: np.ndarray) -> None:
         self._values = numbers.view(np.uint32).reshape(-1, 2)[:, self._group : self._group + 1].copy()
@@ -110,10 +111,10 @@ class Staged:
 
 
 class MockStep:
-    def __init__(self, runner: "MockRunner", num_groups: int) -> None:
+    def __init__(self, runner: "MockRunner", num_groups: int, num_tokens: int) -> None:
         self._runner = runner
         self._result: MockResult | None = None
-        self.new_kv = tuple(OnDevice(runner, group) for group in range(num_groups))
+        self.new_kv = tuple(OnDevice(runner, group, num_tokens) for group in range(num_groups))
 
     def set(self, result: MockResult, numbers: np.ndarray) -> None:
         self._result = result
@@ -195,7 +196,7 @@ class MockRunner:
 
     def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> MockStep:
         assert batch.shape in self.shapes
-        step = MockStep(self, self.page_format.num_groups if offload else 0)
+        step = MockStep(self, self.page_format.num_groups if offload else 0, batch.shape.num_tokens)
         batch = copy.deepcopy(batch)
         self.batches.append(batch)
         self._pending.append((batch, num_logprobs, step))
