@@ -19,6 +19,9 @@ from search.interference import Interference
 
 FORMAT_VERSION = 1
 
+# Ranks hold the feed-forward width padded to this, each (nanoflow_jax.parallel.parallel_layout, which needs jax).
+_D_FF_MULTIPLE = 64
+
 
 class ProfileError(ValueError):
     """A profile that cannot be read, or that does not cover what is asked of it."""
@@ -111,7 +114,8 @@ def decode(text: bytes) -> ProfileTable:
 
 def kernel_of(model: ModelConfig, tp: int, partition: Partition, operation: str) -> Kernel:
     """The kernel that one rank runs for an operation of the layer graph."""
-    D, F, H = model.d_model, model.d_ff, model.head_dim
+    D, H = model.d_model, model.head_dim
+    F = math.ceil(model.d_ff / (_D_FF_MULTIPLE * tp)) * _D_FF_MULTIPLE * tp
     heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
     columns = partition == "all_gather"
     attention = (kv_heads, heads // kv_heads, H)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.config import preset
+from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import Resource
 from search import profile_table
 from search.analytic import analytic_profile, kernel_work
@@ -132,6 +133,12 @@ def test_shapes_of_one_rank() -> None:
     assert kernel_of(model, 4, "all_gather", "o_proj").shape == (8192, 2048)
     # Eight KV heads on sixteen ranks: every rank holds one, shared by two.
     assert kernel_of(model, 16, "all_reduce", "decode_attention").shape == (1, 4, 128)
+    # The feed-forward width as the ranks hold it: 29568 / 8 is no multiple of 64.
+    qwen = preset("qwen2-72b")
+    assert kernel_of(qwen, 8, "all_reduce", "gate_up_proj").shape == (8192, 2 * 3712)
+    for tp in (1, 2, 4, 8):
+        width = parallel_layout(qwen, tp).padded_d_ff // tp
+        assert kernel_of(qwen, tp, "all_reduce", "down_proj").shape == (width, 8192)
 
 
 def test_analytic_times_follow_the_roofline() -> None:
