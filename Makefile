@@ -40,8 +40,9 @@ test-aot: venv
 	    --disable-pip-version-check --no-deps jax-cuda13-pjrt==$$version jax-cuda13-plugin==$$version
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot
 
+# Compiling takes most of the time, hence several processes; none may reserve the GPU's memory for itself.
 test-gpu: venv
-	$(BIN)/python -m pytest -m gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 6 -m gpu
 
 lint: venv
 	$(BIN)/ruff check .
