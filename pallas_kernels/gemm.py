@@ -23,7 +23,6 @@ from pallas_kernels import _mosaic, _tuning
 from pallas_kernels._gemm_partials import cta_index, partials_shape, write_in_cluster, write_or_share
 from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
 from pallas_kernels._gemm_schedule import K_STEPS, PARTIAL, schedule
-from pallas_kernels._gemm_schedule import tile_order as tile_order
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
