@@ -1,4 +1,4 @@
-"""Command line of the search: `python -m search cost | plan | plan-set | simulate | evaluate | profile`."""
+"""Command line of the search: `python -m search cost | plan | hand | plan-set | simulate | evaluate | profile`."""
 
 import argparse
 import json
@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     solving(one)
     one.add_argument("--out", type=Path, help="where the plan goes (JSON)")
     one.add_argument("--plot", type=Path, help="where the picture goes (svg, png or pdf)")
+    hand = command("hand", _hand, "a pipeline by hand, to hold against the search's: two nano-batches, attention beside GEMMs")
+    machine(hand)
+    hand.add_argument("--profile", default="analytic", help="'analytic' or a profile file")
+    hand.add_argument("--border", type=int, required=True, help="first token of the second nano-batch, a multiple of 128")
+    hand.add_argument("--attention-sms", type=int, required=True, help="SMs of decode attention; GEMMs beside it get the rest")
+    hand.add_argument("--out", type=Path, required=True, help="where the plan goes (JSON)")
     several = command("plan-set", _plan_set, "plans for several batch sizes and workloads, and the crossover to sequential")
     machine(several, many=True)
     solving(several)
@@ -146,6 +152,21 @@ def _plan(args: argparse.Namespace) -> None:
 
         draw(outcome.plan, costing, args.plot)
     print(json.dumps(plan_record(outcome.plan, outcome.solve_s)))
+
+
+def _hand(args: argparse.Namespace) -> None:
+    # Imported here because the solvers come with it, which the other commands do not need.
+    from search.hand_pipeline import hand_pipeline
+
+    model = preset(args.model)
+    mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense)
+    table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
+    partition: plans.Partition = "none" if args.tp == 1 else "all_reduce"
+    costing = Costing(model=model, table=table, mix=mix, partition=partition)
+    plan = hand_pipeline(costing, args.border, args.attention_sms)
+    simulate(plan, costing)
+    args.out.write_bytes(plans.encode(plan))
+    print(json.dumps(plan_record(plan, 0.0)))
 
 
 def _plan_set(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nanoflow_jax.compare.trace import Event, kind
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor.fused import partners
+from nanoflow_jax.executor import fused as fused_executor
 from nanoflow_jax.executor.phases import Placed, group, in_order
 from nanoflow_jax.operations import layer_operations
 from nanoflow_jax.parallel import ParallelLayout
@@ -38,7 +38,7 @@ _SCOPE = re.compile(r'^\s*(?:ROOT )?%?(\S+) = .*op_name="[^"]*?\b([a-z_]+)\.(\d+
 class Label:
     """An operation of a layer and its nano-batch; the layer is None where only the kind of kernel is known.
 
-    `beside` is the decode attention in the same kernel as this GEMM.
+    `beside` is the decode attention of which the same kernel as this GEMM computes a part; of several, the first.
     """
 
     operation: str
@@ -71,11 +71,12 @@ def fused_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     alone: list[Label] = []
     fused: list[Label] = []
     for phase in group(plan, num_layers):
-        attention_of = {gemm: attention for attention, gemm in partners(phase).items()}
+        parts = fused_executor.beside(phase)
+        taken = {part.attention for of_gemm in parts.values() for part in of_gemm}
         for index, placed in enumerate(phase):
-            if index in attention_of:
-                fused.append(dataclasses.replace(_label(placed), beside=_label(phase[attention_of[index]])))
-            elif index not in attention_of.values():
+            if index in parts:
+                fused.append(dataclasses.replace(_label(placed), beside=_label(phase[parts[index][0].attention])))
+            elif index not in taken:
                 alone.append(_label(placed))
     return _expected(alone) | {"fused": fused}
 

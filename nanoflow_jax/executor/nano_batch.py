@@ -13,7 +13,9 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 
+import jax
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -195,10 +197,12 @@ class _Pipeline:
                 attention = phase[parts[index][0].attention]
                 kernels = self._kernels_for(fused.gemm_share(placed, attention, self._plan.num_sms))
                 beside = [(split[part.attention], part) for part in parts[index]]
-                outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
+                with _scope(placed):
+                    outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
             else:
                 apply = functools.partial(self._apply, placed, *self._parts(placed))
-                outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(placed, state))
+                with _scope(placed):
+                    outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(placed, state))
             state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index])
         for index, attention in split.items():
             outputs[index] = attention.result()
@@ -231,7 +235,8 @@ class _Pipeline:
         if after:
             pool, _ = lax.optimization_barrier((layer.pool, layer.pool_readers))
             kept = {write for name in after for write in OPERATIONS[name].writes}
-            results = self._apply(placed, after, kept, results | pool)
+            with _scope(placed):
+                results = self._apply(placed, after, kept, results | pool)
             layer.pool = {name: results.pop(name) for name in _POOL}
             layer.pool_readers = []
         layer.write(tokens, results)
@@ -252,6 +257,11 @@ class _Pipeline:
             written.update(zip(operation.writes, results, strict=True))
             known.update(written)
         return {name: written[name] for name in sorted(kept & written.keys())}
+
+
+def _scope(placed: Placed) -> AbstractContextManager:
+    """Names kernels after their nano-operation, for whoever reads a profile."""
+    return jax.named_scope(f"{placed.nano.operation}.{placed.layer}.{placed.nano.nano_batch}")
 
 
 def _split_at_pool_write(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

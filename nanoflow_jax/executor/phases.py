@@ -11,6 +11,10 @@ from collections.abc import Iterator, Sequence
 from nanoflow_jax.plan import NanoOperation, PipelinePlan, Resource, edges, unroll
 
 
+# Kernels drain and new ones start at a phase's end.
+BARRIER_US = 3.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """A nano-operation of a layer, with the time it starts in the plan's unrolled schedule."""
@@ -40,19 +44,28 @@ def in_order(plan: PipelinePlan, num_layers: int) -> Iterator[Placed]:
 def group(plan: PipelinePlan, num_layers: int) -> list[Phase]:
     """Phases in order; operations within a phase in the plan's order.
 
-    A phase grows until an operation needs a result from another resource's chain in it, or keys and values that it writes
-    (the pool is written at a phase's end). The cut is then made where the chains in front of it end at most alike.
+    A phase must not hold an operation that needs a result of another resource's chain in it, or keys and values that it writes
+    (the pool is written at a phase's end). Of all ways to cut the plan's order into such phases, this is one in which they take
+    the least time altogether, each as long as its longest chain and BARRIER_US.
     """
-    needs = _needs(plan)
-    phases: list[Phase] = []
-    current: list[Placed] = []
-    for placed in in_order(plan, num_layers):
-        while (blocker := _last_blocker(current, placed, needs)) is not None:
-            cut = _best_cut(current, blocker)
-            phases.append(tuple(current[:cut]))
-            current = current[cut:]
-        current.append(placed)
-    return [*phases, tuple(current)] if current else phases
+    order = list(in_order(plan, num_layers))
+    blockers = _last_blockers(order, _needs(plan))
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first n operations: time, start of the last phase
+    for stop in range(1, len(order) + 1):
+        chains = dict.fromkeys(Resource, 0.0)
+        choices = []
+        earliest = 0
+        for start in range(stop - 1, -1, -1):
+            earliest = max(earliest, blockers[start] + 1)
+            if start < earliest:
+                break
+            chains[order[start].nano.resource] += order[start].nano.duration_us
+            choices.append((best[start][0] + max(chains.values()) + BARRIER_US, start))
+        best.append(min(choices))
+    cuts = [len(order)]
+    while cuts[-1] > 0:
+        cuts.append(best[cuts[-1]][1])
+    return [tuple(order[start:stop]) for stop, start in reversed(list(zip(cuts, cuts[1:], strict=False)))]
 
 
 Needs = dict[tuple[str, int], list[tuple[tuple[str, int], bool]]]
@@ -67,30 +80,16 @@ def _needs(plan: PipelinePlan) -> Needs:
     return needs
 
 
-def _last_blocker(current: Sequence[Placed], placed: Placed, needs: Needs) -> int | None:
-    """Index of the last member of the phase that `placed` cannot share it with; None if there is none."""
-    wanted = {
-        (placed.layer - previous_layer, *producer)
-        for producer, previous_layer in needs.get((placed.nano.operation, placed.nano.nano_batch), ())
-    }
-    for index in range(len(current) - 1, -1, -1):
-        member = current[index]
-        if member.key in wanted and (member.nano.resource != placed.nano.resource or member.nano.operation == "qkv_proj"):
-            return index
-    return None
+def _last_blockers(order: Sequence[Placed], needs: Needs) -> list[int]:
+    """For each operation, the index of the last one before it that it cannot share a phase with; -1 if there is none."""
+    index_of = {placed.key: index for index, placed in enumerate(order)}
+    blockers = []
+    for placed in order:
+        wanted = needs.get((placed.nano.operation, placed.nano.nano_batch), ())
+        indices = [index_of.get((placed.layer - previous_layer, *producer), -1) for producer, previous_layer in wanted]
+        blockers.append(max((i for i in indices if i >= 0 and _blocks(order[i], placed)), default=-1))
+    return blockers
 
 
-def _best_cut(current: Sequence[Placed], blocker: int) -> int:
-    """Where to end the phase, behind `blocker` at the earliest: where its chains idle least before they meet.
-
-    Members behind a cut go to the next phase. They cannot be needed by anything in front of it, being later in the plan.
-    """
-
-    def idle_us(cut: int) -> float:
-        busy_us = dict.fromkeys(Resource, 0.0)
-        for member in current[:cut]:
-            busy_us[member.nano.resource] += member.nano.duration_us
-        used = [us for us in busy_us.values() if us > 0]
-        return len(used) * max(used) - sum(used)
-
-    return min(range(blocker + 1, len(current) + 1), key=lambda cut: (idle_us(cut), -cut))
+def _blocks(producer: Placed, consumer: Placed) -> bool:
+    return producer.nano.resource != consumer.nano.resource or producer.nano.operation == "qkv_proj"

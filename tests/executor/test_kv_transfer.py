@@ -1,5 +1,9 @@
 """K and V that a step hands out are, to the bit, what it wrote to the pool, and pages made of them read back the same."""
 
+import json
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from nanoflow_jax.executor.kv_transfer import PageFormat, page_format, weights_c
 from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
 from nanoflow_jax.plan import PlanSet
 from tests.executor.plans import random_plan
+from tests.kernels.aot import child_environment
 from tests.model.steps import tiny_model
 
 PAGES, PAGE_SIZE, TOKENS = [3, 7, 5, 9], 4, 14
@@ -104,3 +109,16 @@ def test_weights_are_told_apart():
     checksums = [weights_checksum({name: jnp.asarray(value) for name, value in case.items()}) for case in different]
     assert len(set(checksums)) == len(checksums)
     assert weights_checksum({"a": jnp.asarray(x)}) == checksums[0]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("mode", ["sequential", "streams"])
+def test_on_gpus_copies_run_beside_the_layers_that_follow(mode):
+    """Between the start and the end of each group's copy to pinned memory there are kernels of other layers."""
+    command = [sys.executable, "-m", "tests.executor.h200_offload", mode]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = json.loads(done.stdout.splitlines()[-1])
+    for group in range(4):
+        between = events[events.index(f"start {group}") : events.index(f"done {group}")]
+        assert between.count("kernel") >= 3, (group, events)

@@ -1,0 +1,156 @@
+"""A pipeline by hand, to hold against what the search finds: two nano-batches, two phases a layer, as few cuts as can be.
+
+    phase 1   memory    decode attention of the first nano-batch
+              compute   prompt attention, o, feed-forward of the second, and its qkv of the next layer
+    phase 2   memory    decode attention of the second, if the border leaves it any
+              compute   prompt attention (if any), o, feed-forward of the first, and its qkv of the next layer
+
+Every weight is read twice, everything else once, and GEMMs never run on part of the chip while the rest idles, but for what
+the durations of a phase's two chains differ.
+"""
+
+from collections.abc import Sequence
+
+from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range, validate
+from search.assemble import Placed, Segment, fold
+from search.build_plan import intensity
+from search.hardware import hardware
+from search.interference import performance, shipped_maps
+from search.problem import Costing
+from search.schedule import Node
+
+_AFTER_ATTENTION = ("prefill_attention", "o_proj", "gate_up_proj", "down_proj")
+
+
+def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> PipelinePlan:
+    """The pipeline for one GPU with nano-batches [0, border) and [border, b_dense), attention on `attention_sms`.
+
+    Times are the costing's; beside attention a GEMM slows down by the SMs it lacks, and attention by the interference map.
+
+    Raises:
+      ValueError: more than one rank, experts, no decoding tokens, or a border or number of SMs out of range.
+      PlanError: the border is no multiple of a tile.
+    """
+    mix, table = costing.mix, costing.table
+    if table.tp != 1 or costing.model.is_moe or mix.decode_tokens == 0:
+        raise ValueError(
+            f"tp={table.tp}, {costing.model.name} and decode_tokens={mix.decode_tokens}: a hand pipeline is for one rank, "
+            "dense models and batches that decode"
+        )
+    if not 0 < border < mix.b_dense or not 0 < attention_sms < table.num_sms:
+        raise ValueError(f"{border=} must lie in (0, {mix.b_dense}) and {attention_sms=} in (0, {table.num_sms})")
+    halves = (NanoBatch(start=0, stop=border), NanoBatch(start=border, stop=mix.b_dense))
+    batches = _nano_batches(costing, halves)
+    lane = _Lane(costing, batches, attention_sms)
+
+    phase_1 = [*lane.present(_AFTER_ATTENTION, halves[1]), ("qkv_proj", 1)]
+    phase_2 = [*lane.present(_AFTER_ATTENTION, halves[0]), ("qkv_proj", 0)]
+    beside = [lane.attention_us(half) for half in halves]
+    lengths = [max(beside[0], lane.compute_us(phase_1, beside[0])), max(beside[1], lane.compute_us(phase_2, beside[1]))]
+    period = sum(lengths)
+    # In the layer's own time its window begins one period in: both qkv come in the window before.
+    starts = [period, lengths[0]]
+    for half, start in zip(halves, starts, strict=True):
+        lane.place_attention(half, start)
+    lane.place_compute(phase_1, period, beside[0], wrapped=period)
+    lane.place_compute(phase_2, period + lengths[0], beside[1], wrapped=period)
+
+    power = table.power
+    nanos, phases = fold(lane.placed, period, power.idle_w if power else 0.0)
+    alone = sum(p.best_us for p in lane.placed)
+    plan = PipelinePlan(
+        model=costing.model.name, device=table.device, tp=1, moe=False, partition="none", b_dense=mix.b_dense,
+        decode_tokens=mix.decode_tokens, num_sms=table.num_sms, shares="constant", period_us=period, nano_batches=batches,
+        nano_operations=nanos, phases=phases,
+        prediction=Prediction(
+            sequential_us=costing.sequential_us(), nano_us=alone, ideal_us=period, ideal_bound_us=0.0, bound_counts="by hand",
+            gap=1.0, lower_bound_us=0.0, estimated=True,
+            mean_power_w=sum(p.power_w * p.duration_us for p in phases) / period,
+        ),
+    )  # fmt: skip
+    validate(plan)
+    return plan
+
+
+def _nano_batches(costing: Costing, halves: Sequence[NanoBatch]) -> dict[str, tuple[NanoBatch, ...]]:
+    batches = {}
+    for op in costing.graph():
+        covered = token_range(op.tokens, costing.mix.b_dense, costing.mix.decode_tokens)
+        parts = [_overlap(covered, half) for half in halves]
+        batches[op.name] = tuple(part for part in parts if part is not None)
+    return batches
+
+
+def _overlap(a: NanoBatch, b: NanoBatch) -> NanoBatch | None:
+    start, stop = max(a.start, b.start), min(a.stop, b.stop)
+    return NanoBatch(start=start, stop=stop) if start < stop else None
+
+
+class _Lane:
+    """Times of nano-operations, and where they were placed. `placed` is in the layer's own time."""
+
+    def __init__(self, costing: Costing, batches: dict[str, tuple[NanoBatch, ...]], attention_sms: int) -> None:
+        self.placed: list[Placed] = []
+        self._costing, self._batches = costing, batches
+        self._operations: dict[str, Operation] = {op.name: op for op in costing.graph()}
+        self._num_sms, self._attention_sms = costing.table.num_sms, attention_sms
+        curve = shipped_maps()[hardware(costing.table.device).interference]
+        self._attention_speed = performance(curve, Resource.MEMORY, attention_sms / self._num_sms)
+
+    def present(self, names: Sequence[str], half: NanoBatch) -> list[tuple[str, int]]:
+        """(operation, nano-batch) of those that have tokens in `half`."""
+        return [
+            (name, i)
+            for name in names
+            for i, batch in enumerate(self._batches.get(name, ()))
+            if half.start <= batch.start < half.stop
+        ]
+
+    def attention_us(self, half: NanoBatch) -> float:
+        return sum(self._best_us(name, i) for name, i in self.present(("decode_attention",), half)) / self._attention_speed
+
+    def compute_us(self, chain: Sequence[tuple[str, int]], beside_us: float) -> float:
+        """How long a chain takes when attention runs beside it for its first `beside_us`."""
+        clock = 0.0
+        for name, i in chain:
+            clock += self._best_us(name, i) / self._share(clock, beside_us)
+        return clock
+
+    def place_attention(self, half: NanoBatch, start_us: float) -> None:
+        for name, i in self.present(("decode_attention",), half):
+            best = self._best_us(name, i)
+            share, speed = self._attention_sms / self._num_sms, self._attention_speed
+            self._place(name, i, Resource.MEMORY, best, start_us, best / speed, share, self._attention_sms, speed)
+
+    def place_compute(self, chain: Sequence[tuple[str, int]], start_us: float, beside_us: float, wrapped: float) -> None:
+        """Places a chain from `start_us` on; its qkv belongs to the layer after, which is a period, `wrapped`, earlier."""
+        clock = 0.0
+        for name, i in chain:
+            share = self._share(clock, beside_us)
+            best = self._best_us(name, i)
+            start = start_us + clock - (wrapped if name == "qkv_proj" else 0.0)
+            sms = self._num_sms if share == 1 else self._num_sms - self._attention_sms
+            self._place(name, i, Resource.COMPUTE, best, start, best / share, share, sms, share)
+            clock += best / share
+
+    def _share(self, clock: float, beside_us: float) -> float:
+        return 1.0 if clock >= beside_us else 1 - self._attention_sms / self._num_sms
+
+    def _best_us(self, name: str, index: int) -> float:
+        return self._costing.timing(self._operations[name], self._batches[name][index].tokens).time_us
+
+    def _place(
+        self, name: str, index: int, resource: Resource, best: float, start: float, length: float, share: float, sms: int,
+        speed: float,
+    ) -> None:  # fmt: skip
+        node = Node(
+            operation=name, nano_batch=index, batch=self._batches[name][index], resource=resource, best_us=best, energy_j=None,
+            estimated=True,
+        )  # fmt: skip
+        segment = Segment(start_us=start, stop_us=start + length, share=share, num_sms=sms, performance=speed)
+        self.placed.append(
+            Placed(
+                operation=name, nano_batch=index, resource=resource, best_us=best, segments=(segment,),
+                intensity=intensity(self._costing, node),
+            )
+        )  # fmt: skip

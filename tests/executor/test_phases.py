@@ -1,0 +1,46 @@
+"""Phases: every operation once and in order, nothing waits for another chain of its phase, and no cheaper cut exists."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from nanoflow_jax.executor.phases import BARRIER_US, Phase, Placed, group, in_order
+from nanoflow_jax.plan import Resource, edges
+from tests.executor.plans import random_plan
+
+
+def conflicts(phase: Phase, plan) -> bool:
+    """Whether a member needs what another chain, or a write of the pool, of the same phase gives; from the plan's own edges."""
+    members = {placed.key: placed for placed in phase}
+    for producer, consumer, previous_layer in edges(plan):
+        for placed in phase:
+            if (placed.nano.operation, placed.nano.nano_batch) != (consumer.operation, consumer.nano_batch):
+                continue
+            other = members.get((placed.layer - previous_layer, producer.operation, producer.nano_batch))
+            if other and (other.nano.resource != placed.nano.resource or other.nano.operation == "qkv_proj"):
+                return True
+    return False
+
+
+def time_us(phase: Phase | list[Placed]) -> float:
+    return BARRIER_US + max(sum(p.nano.duration_us for p in phase if p.nano.resource is resource) for resource in Resource)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_other_cut_is_cheaper(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, b_dense=16, decode_tokens=8, tp=1 + seed % 2, moe=False, partition=["none", "all_reduce"][seed % 2],
+                       tile=8, model="m")  # fmt: skip
+    order = list(in_order(plan, 1))
+    phases = group(plan, 1)
+    assert [placed for phase in phases for placed in phase] == order
+    assert not any(conflicts(phase, plan) for phase in phases)
+    least = float("inf")
+    for cut in itertools.product((False, True), repeat=len(order) - 1):
+        stops = [i + 1 for i, here in enumerate(cut) if here] + [len(order)]
+        parts = [tuple(order[a:b]) for a, b in zip([0, *stops], stops, strict=False)]
+        total = sum(time_us(part) for part in parts)
+        if total < least and not any(conflicts(part, plan) for part in parts):
+            least = total
+    assert sum(time_us(phase) for phase in phases) == pytest.approx(least, rel=1e-4)
