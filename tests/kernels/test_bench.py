@@ -71,13 +71,21 @@ def test_group_sizes_add_up():
 
 @pytest.mark.parametrize("kernel", list(cases.ROWS))
 def test_candidates_fit_and_have_names_of_their_own(kernel):
-    for job in tune.jobs(kernel, (132, 100), (), "", all_sms=132):
+    for job in tune.jobs(kernel, (132, 100), (64, 256, 1024), "8b,70b/8,mixtral", all_sms=132):
         names = [v.name for v in job.variants]
         assert len(set(names)) == len(names) >= 2
         for v in job.variants[1:]:
             assert v.config is not None
             assert v.config.stages(job.projection.swiglu) >= 2
             assert v.num_sms == 132 or v.config.cluster == 1
+
+
+def test_candidates_hold_no_clusters_that_would_wait_for_others():
+    p = cases.Projection(name="70b/4 qkv", k=8192, n=2560)
+    shares = [c for c in tune.candidates(p, 256, 132) if c.cluster_along == "k"]
+    assert shares
+    for c in shares:
+        assert -(-256 // c.tile_m) * -(-2560 // c.tile_n) <= {2: 66, 3: 32, 4: 28}[c.cluster]
 
 
 def test_table_keeps_the_fastest_that_ran():

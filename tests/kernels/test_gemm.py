@@ -20,6 +20,7 @@ _CUT = {"fixup_steps": 0, "min_steps": 1}
 _64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, **_CUT)
 _64X128 = GemmConfig(tile_m=64, tile_n=128, split="n", **_CUT)
 _128X128 = GemmConfig(tile_m=128, tile_n=128, **_CUT)
+_64X192 = GemmConfig(tile_m=64, tile_n=192, tile_k=128, consumers=1, cluster=2)
 
 
 def _operands(
@@ -61,6 +62,7 @@ def _interpret(operands: Any, extra: Any, *, num_sms: int, config: GemmConfig, *
         pytest.param((128, 128, 256), {}, 1, _128X128, id="two-tiles"),
         pytest.param((128, 192, 64), {"residual": True, "bias": True}, 2, _64X64, id="residual-bias"),
         pytest.param((64, 128, 128), {"swiglu": True}, 1, _64X128, id="swiglu"),
+        pytest.param((64, 256, 192), {}, 1, dataclasses.replace(_64X192, cluster=1), id="one-wide-consumer"),
     ],
 )
 def test_interpreted_without_races(shape, extra, num_sms, config):
@@ -222,6 +224,8 @@ def aot_cases() -> dict[str, Any]:
             256, 8192, 3584, swiglu=True, config=GemmConfig(tile_m=128, tile_n=128, cluster=2, cluster_along="k")
         ),
         "cluster, swiglu": case(2048, 4096, 14336, swiglu=True, config=GemmConfig(tile_m=128, tile_n=128, cluster=2)),
+        "one consumer": case(256, 4096, 6144, config=_64X192),
+        "one consumer, swiglu": case(256, 8192, 3584, swiglu=True, config=GemmConfig(tile_m=64, tile_n=128, consumers=1)),
     }
 
 
@@ -251,6 +255,7 @@ _KINDS = [
     (64, 8192, 3584, {"swiglu": True}, GemmConfig(tile_m=64, tile_n=64, consumers=1, cluster=2, cluster_along="k")),
     (2048, 4096, 6144, {}, GemmConfig(tile_m=128, tile_n=256, cluster=2)),
     (128, 4096, 14336, {"swiglu": True}, GemmConfig(tile_m=64, tile_n=64, consumers=1, cluster=2)),
+    (256, 4096, 6144, {}, _64X192),
 ]
 
 
