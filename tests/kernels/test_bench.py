@@ -12,8 +12,8 @@ import pytest
 from pallas_kernels import _mosaic, tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
+from pallas_kernels.bench import attention, parallel, power, timing
 from pallas_kernels.bench import gemm as cases
-from pallas_kernels.bench import parallel, power, timing
 
 
 def test_chain_computes_every_call():
@@ -178,3 +178,14 @@ def test_commands_refuse_devices_and_names(main, capsys):
     with pytest.raises(SystemExit):
         main(["gemmm"])
     assert "unknown kernels gemmm" in capsys.readouterr().err
+
+
+def test_append_kv_counts_one_of_its_series(monkeypatch):
+    case = attention.Append(name="tiny", tokens=16, kv_heads=1, group=1, page_size=8, head_dim=8)
+    monkeypatch.setattr(timing, "device_seconds", lambda *_: {"f": 12e-6})
+    monkeypatch.setattr(timing, "sustained", lambda *_: timing.Sustained(seconds=24e-6, watts=300.0, sm_mhz=1980.0))
+    monkeypatch.setattr(attention, "APPEND", (case,))
+    (row,) = attention.benchmark("append_kv", (132, 48), sustained=True)
+    assert row.sustained is not None
+    assert (row.seconds, row.baseline_seconds, row.sustained.seconds) == pytest.approx((1e-6, 1e-6, 2e-6))
+    assert row.hbm_bytes == 2 * 2 * 16 * 3 * 8  # qkv in bfloat16, read and written
