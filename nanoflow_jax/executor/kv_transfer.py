@@ -1,8 +1,9 @@
 """K and V on their way out of a step, and pages on their way back into the pool.
 
 Out: a step with offload returns K and V of its tokens, one array `[T, L_group, K, 2, H]` per group of consecutive layers, taken
-from what `append_kv` has just rotated: nothing is gathered from pages. On a GPU the arrays lie in pinned host memory, so a
-group's copy runs on a stream of its own while the layers behind it compute; on a CPU they are ordinary results.
+from what `append_kv` has just rotated: nothing is gathered from pages. On a GPU the arrays lie in pinned host memory, and a
+group's copy runs on a stream of its own beside the feed-forward and the layers that follow, up to the next group's; after steps
+that have streams of their own, it is launched behind the step. On a CPU they are ordinary results.
 
 Back: pages in the layout below are copied to the device as one array and scattered there, by an executable per chunk size, into
 the donated pool. It is launched like a step and runs in the order of launches.
@@ -30,7 +31,8 @@ _CHUNK_PARTITION = PartitionSpec(None, None, None, None, TP)
 # A copy from pinned memory is at full speed from some MB on; a chunk also takes that much of the device for a while.
 _CHUNK_BYTES = 64 << 20
 _MAX_CHUNK_PAGES = 64
-_MAX_GROUPS = 4
+# The last group's copy has one feed-forward and the logits to hide behind, so it should be small.
+_MAX_GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +71,48 @@ class PageFormat:
 
 
 def page_format(config: ModelConfig, layout: ParallelLayout, page_size: int, dtype: Any, *, on_gpu: bool) -> PageFormat:
-    """Several groups where copies overlap the rest of the step (GPUs), the most up to 4 that divide the layers; else one."""
+    """Several groups where copies overlap the rest of the step (GPUs), the most up to 8 that divide the layers; else one."""
     groups = max(n for n in range(1, _MAX_GROUPS + 1) if config.num_layers % n == 0) if on_gpu else 1
     return PageFormat(
         groups, config.num_layers // groups, page_size, layout.num_kv_heads, config.head_dim, np.dtype(jnp.dtype(dtype))
     )
 
 
-def group_layers(new_kv: list[Float[Array, "T K 2 H"]], num_groups: int, *, to_host: bool) -> tuple[Array, ...]:
-    """`[T, L_group, K, 2, H]` of each group of layers; `to_host` moves it to pinned host memory. Runs under shard_map."""
-    size = len(new_kv) // num_groups
-    groups = [jnp.stack(new_kv[first : first + size], axis=1) for first in range(0, len(new_kv), size)]
-    return tuple(jax.device_put(group, jax.memory.Space.Host) if to_host else group for group in groups)
+class LeavingKV:
+    """Takes `[T, K, 2, H]` of each layer in order and makes a group of every so many. Used while a step is traced.
+
+    Left alone, XLA would start all copies at the end of the step. So what the step computes after a group is complete is made
+    to wait for the group, whose copy can start then, and for the end of the copy before it.
+
+    Attributes:
+      groups: `[T, L_group, K, 2, H]` each; in pinned host memory with `to_host`.
+    """
+
+    def __init__(self, num_layers: int, num_groups: int, *, to_host: bool) -> None:
+        self.groups: list[Array] = []
+        self._layers: list[Array] = []
+        self._layers_per_group = num_layers // num_groups
+        self._to_host = to_host
+
+    def take(self, kv: Float[Array, "T K 2 H"]) -> list[Array]:
+        """Takes a layer's; returns what later computation has to wait for."""
+        self._layers.append(kv)
+        if len(self._layers) < self._layers_per_group:
+            return []
+        group, before = jnp.stack(self._layers, axis=1), self.groups[-1:]
+        self._layers = []
+        self.groups.append(jax.device_put(group, jax.memory.Space.Host) if self._to_host else group)
+        return [group, *before] if self._to_host else []
+
+    def leave(self, kv: Float[Array, "T K 2 H"], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Takes a layer's; returns x, available when it has to be waited for no longer."""
+        awaited = self.take(kv)
+        return jax.lax.optimization_barrier((x, awaited))[0] if awaited else x
+
+
+def leaving_sharding(mesh: jax.sharding.Mesh, *, to_host: bool) -> NamedSharding:
+    """Of a group that leaves a step: in pinned host memory, or where the device keeps its results."""
+    return NamedSharding(mesh, NEW_KV_PARTITION, memory_kind="pinned_host" if to_host else None)
 
 
 def stage_pages(pages: np.ndarray, form: PageFormat, mesh: jax.sharding.Mesh) -> jax.Array:

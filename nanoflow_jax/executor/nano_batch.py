@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import fused
+from nanoflow_jax.executor.kv_transfer import LeavingKV
 from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.executor.sequential import Probe, input_tokens, last_of_rows
@@ -64,7 +65,7 @@ def forward(
     mode: Mode,
     kernels_for: KernelsFor,
     on_streams: bool,
-    new_kv: list[Array] | None = None,
+    new_kv: LeavingKV | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """As `sequential.forward`, by the plan. The batch's prompt tokens begin at `plan.decode_tokens`; the gap is padding.
 
@@ -101,8 +102,8 @@ def forward(
             if probe is not None:
                 tokens = plan.batch_of(placed.nano)
                 probe(placed.layer, f"{placed.nano.operation}[{tokens.start}:{tokens.stop}]", written)
-    if new_kv is not None:
-        new_kv += [layer.values["kv"].read(0, plan.b_dense) for layer in pipeline.layers]
+        if new_kv is not None:
+            behind += [awaited for kv in pipeline.newly_appended() for awaited in new_kv.take(kv)]
     row_logits = logits(config, decoder, last_of_rows(batch, pipeline.x.read(0, plan.b_dense)))
     return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in _POOL))
 
@@ -150,6 +151,7 @@ class _Pipeline:
         pools = zip(cache.k_pages, cache.v_pages, strict=True)
         self.layers = [_Layer({"x": self.x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
         self._config, self._decoder, self._plan = config, decoder, plan
+        self._num_appended = 0
         self._kernels_for = kernels_for
         # Computed here once per range: inside a region they would be computed again.
         ranges = {(tokens.start, tokens.stop) for batches in plan.nano_batches.values() for tokens in batches}
@@ -241,6 +243,16 @@ class _Pipeline:
             layer.pool_readers = []
         layer.write(tokens, results)
         return results
+
+    def newly_appended(self) -> list[Array]:
+        """`[T, K, 2, H]` of the layers that have appended all their tokens since the last call."""
+        arrays = []
+        for layer in self.layers[self._num_appended :]:
+            if "kv" not in layer.values or not layer.values["kv"].covers(0, self._plan.b_dense):
+                break
+            arrays.append(layer.values["kv"].read(0, self._plan.b_dense))
+        self._num_appended += len(arrays)
+        return arrays
 
     def _apply(
         self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values, kernels: Kernels | None = None

@@ -216,6 +216,8 @@ class ModelRunner:
         row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
         packed_result, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
         packed_result.copy_to_host_async()
+        if self._on_gpu:  # what the step has not moved there itself
+            new_kv = jax.device_put(new_kv, kv_transfer.leaving_sharding(self.mesh, to_host=True))
         return InFlightStep(packed_result, width, tuple(new_kv))
 
     def stage_pages(self, pages: np.ndarray) -> jax.Array:
@@ -324,11 +326,14 @@ def step_function(
             nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu
         )
 
+    # With streams of its own XLA waits for a copy as soon as it has started it; there the copy follows the step.
+    to_host = on_gpu and (plan is None or mode in ("nano", "xla"))
+
     def forward(weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array) -> tuple:
-        new_kv = [] if num_kv_groups else None
+        new_kv = kv_transfer.LeavingKV(config.num_layers, num_kv_groups, to_host=to_host) if num_kv_groups else None
         decoder, batch = nnx.merge(graph, weights), unpack(packed, shape)
         out = execute(config, layout, decoder, cache, last_tokens, batch, new_kv=new_kv)
-        return out if new_kv is None else (*out, *kv_transfer.group_layers(new_kv, num_kv_groups, to_host=on_gpu))
+        return out if new_kv is None else (*out, *new_kv.groups)
 
     replicated = PartitionSpec()
     out_specs = (replicated, KV_PARTITION, *[kv_transfer.NEW_KV_PARTITION] * num_kv_groups)
@@ -339,11 +344,11 @@ def step_function(
         out_specs=out_specs,
         check_vma=False,
     )
-    to_host = NamedSharding(mesh, kv_transfer.NEW_KV_PARTITION, memory_kind="pinned_host" if on_gpu else None)
+    leaving = kv_transfer.leaving_sharding(mesh, to_host=to_host)
     return jax.jit(
         sharded,
         donate_argnums=1,
-        out_shardings=(None, None, *[to_host] * num_kv_groups) if num_kv_groups else None,
+        out_shardings=(None, None, *[leaving] * num_kv_groups) if num_kv_groups else None,
         compiler_options=_PLAN_OPTIONS if plan and on_gpu else None,
     )
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor.kv_transfer import LeavingKV
 from nanoflow_jax.kernels import REFERENCE, Kernels
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
@@ -26,14 +27,14 @@ def forward(
     probe: Probe | None = None,
     *,
     kernels: Kernels = REFERENCE,
-    new_kv: list[Array] | None = None,
+    new_kv: LeavingKV | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
 
     Args:
       last_tokens: int32[max_sequences], the token sampled last for each sequence row.
       probe: called after each operation with (layer index, operation, values by name); for comparing executors.
-      new_kv: receives `[T, K, 2, H]` of each layer, what the step's tokens added to the cache.
+      new_kv: takes what the step's tokens add to the cache.
     """
     step = step_inputs(config, batch, kernels=kernels)
     x = embed(decoder, input_tokens(batch, last_tokens))
@@ -45,11 +46,11 @@ def forward(
             operation = OPERATIONS[name]
             written = operation.apply(config, step, layer, *(values[read] for read in operation.reads))
             values.update(zip(operation.writes, written, strict=True))
+            if new_kv is not None and name == "attention_residual":  # so that the copy runs beside the feed-forward
+                values["x"] = new_kv.leave(values["kv"], values["x"])
             if probe is not None:
                 probe(i, name, values)
         x, k_pages[i], v_pages[i] = values["x"], values["k_pages"], values["v_pages"]
-        if new_kv is not None:
-            new_kv.append(values["kv"])
     return logits(config, decoder, last_of_rows(batch, x)), KVCache(k_pages, v_pages)
 
 

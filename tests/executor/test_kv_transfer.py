@@ -112,13 +112,13 @@ def test_weights_are_told_apart():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("mode", ["sequential", "streams"])
+@pytest.mark.parametrize("mode", ["sequential", "nano"])
 def test_on_gpus_copies_run_beside_the_layers_that_follow(mode):
-    """Between the start and the end of each group's copy to pinned memory there are kernels of other layers."""
+    """Between start and end of each group's copy to pinned memory, but the last one's, a layer's kernels are launched."""
     command = [sys.executable, "-m", "tests.executor.h200_offload", mode]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     events = json.loads(done.stdout.splitlines()[-1])
-    for group in range(4):
+    for group in range(3):
         between = events[events.index(f"start {group}") : events.index(f"done {group}")]
-        assert between.count("kernel") >= 3, (group, events)
+        assert between.count("kernel") >= 4, (group, events)

@@ -9,6 +9,7 @@ from nanoflow_jax import bench
 from nanoflow_jax.runtime import bench as host_bench
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine
+from nanoflow_jax.runtime.kv_tiers import TierOptions
 from tests.runtime.mock_runner import MockRunner
 
 _TINY = str(Path(__file__).parents[1] / "data" / "tiny" / "llama2-tiny")
@@ -131,6 +132,30 @@ def test_multi_round_counts_what_reuse_saves(sync):
     assert report["prefill_saved"] == 180 / 64
     assert (report["answers"], report["equal_answers"]) == (18, 18)
     assert len(report["first_token_gain"]) == 3
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_multi_round_with_memory_tiers(tmp_path, ssd):
+    runner = MockRunner(page_size=4, num_pages=60, b_dense=64)
+    options = {"ssd_directory": tmp_path / "kv", "ssd_bytes": 1 << 20} if ssd else {}
+    tiers = TierOptions(host_bytes=1 << 16, **options)
+    lengths = _lengths("--requests 6 --rounds 3 --input 40 --message 8 --output 12")
+    report = multi_round.measure(runner, lengths, seed=0, sync=False, tiers=tiers)
+    assert report["tiers_equal_answers"] == 18
+    kv = report["tiers"]["kv"]
+    assert kv["offloaded_tokens"] > 6 * 40
+    assert kv["ssd"]["capacity"] > 0 if ssd else kv["ssd"]["capacity"] == 0
+    assert list(report["second_round_ms"]) == ["none", "device", "host", *(["ssd"] if ssd else [])]
+    multi_round.print_table(report | {"model": "mock", "device": "none", "tp_size": 1})
+    if ssd:
+        assert not list((tmp_path / "kv").iterdir()), "what was measured is gone"
+
+
+def test_bench_refuses_tiers_that_make_no_sense(capsys):
+    for options in (["--kv-ssd-gb", "1"], ["--kv-host-gb", "1", "--workload", "uniform"]):
+        with pytest.raises(SystemExit):
+            bench.main(["--model", "smollm2", *options])
+    assert "multi-round" in capsys.readouterr().err
 
 
 def test_a_conversation_that_does_not_fit_is_refused():
