@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -163,7 +163,7 @@ def _row(job: Job, v: Variant, seconds: dict[str, Any]) -> timing.Row:
     )
 
 
-def measure(jobs: Sequence[Job], *, workers: int, compile_seconds: float = 600.0) -> Iterator[tuple[Job, dict[str, Any]]]:
+def measure(jobs: Sequence[Job], *, workers: int, compile_seconds: float = 600.0) -> Generator[tuple[Job, dict[str, Any]]]:
     """Seconds per call of every variant of every job, by the variant's name; an error's text where one failed."""
     run = parallel.run(jobs, _prepare, _measure, workers=workers, compile_seconds=compile_seconds, job_seconds=30.0)
     for job, result in run:
