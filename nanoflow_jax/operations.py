@@ -140,9 +140,11 @@ def merge_attention(step: StepInputs, decoded: Array, prefilled: Array) -> Float
     return jnp.where(step.is_decode[:, None, None, None], decoded, prefilled)
 
 
-def o_proj(step: StepInputs, layer: DecoderLayer, attended: Float[Array, "T K G H"]) -> Float[Array, "T D"]:
+def o_proj(
+    step: StepInputs, layer: DecoderLayer, attended: Float[Array, "T K G H"], residual: Float[Array, "T D"] | None = None
+) -> Float[Array, "T D"]:
     """This rank's part of the attention output projection: a partial sum, or, after an all-gather, its columns."""
-    return step.kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...])
+    return step.kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...], residual=residual)
 
 
 def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
@@ -196,12 +198,16 @@ OPERATIONS: dict[str, Operation] = {
     "merge_attention": Operation(("decoded", "prefilled"), ("attended",), lambda c, s, l, d, p: (merge_attention(s, d, p),)),
     "attention_all_gather": Operation(("attended",), ("attended",), lambda c, s, l, a: (all_gather(a, axis=1),)),
     "o_proj": Operation(("attended",), ("o",), lambda c, s, l, a: (o_proj(s, l, a),)),
+    "o_proj_residual": Operation(("attended", "x"), ("x",), lambda c, s, l, a, x: (o_proj(s, l, a, residual=x),)),
     "o_all_reduce": Operation(("o",), ("o",), lambda c, s, l, o: (all_reduce(o),)),
     "o_all_gather": Operation(("o",), ("o",), lambda c, s, l, o: (all_gather(o, axis=1),)),
     "attention_residual": Operation(("x", "o"), ("x",), lambda c, s, l, x, o: (x + o,)),
     "ffn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.ffn_norm[...], x),)),
     "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (s.kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)),
     "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (s.kernels.gemm(f, l.down_proj[...]),)),
+    "down_proj_residual": Operation(
+        ("ffn", "x"), ("x",), lambda c, s, l, f, x: (s.kernels.gemm(f, l.down_proj[...], residual=x),)
+    ),
     "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
     "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, s, l, h, e, w),)),
     "ffn_all_reduce": Operation(("down",), ("down",), lambda c, s, l, d: (all_reduce(d),)),
@@ -214,7 +220,16 @@ def layer_operations(config: ModelConfig, layout: ParallelLayout) -> tuple[str, 
     attention = (
         "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention",
     )  # fmt: skip
-    gathered = ("attention_all_gather", "o_proj", "o_all_gather")
-    output = gathered if layout.gathered_o_proj else ("o_proj", "o_all_reduce")
-    feed_forward = ("router", "experts") if config.is_moe else ("gate_up_proj", "down_proj")
-    return (*attention, *output, "attention_residual", "ffn_norm", *feed_forward, "ffn_all_reduce", "ffn_residual")
+    if layout.tp_size == 1:  # nothing to reduce, so the GEMM adds the residual
+        output: tuple[str, ...] = ("o_proj_residual",)
+    elif layout.gathered_o_proj:
+        output = ("attention_all_gather", "o_proj", "o_all_gather", "attention_residual")
+    else:
+        output = ("o_proj", "o_all_reduce", "attention_residual")
+    if config.is_moe:
+        feed_forward: tuple[str, ...] = ("router", "experts", "ffn_all_reduce", "ffn_residual")
+    elif layout.tp_size == 1:
+        feed_forward = ("gate_up_proj", "down_proj_residual")
+    else:
+        feed_forward = ("gate_up_proj", "down_proj", "ffn_all_reduce", "ffn_residual")
+    return (*attention, *output, "ffn_norm", *feed_forward)

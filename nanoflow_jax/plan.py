@@ -202,17 +202,16 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
     if partition == "all_gather":
         x = (add("attention_all_gather", network, x),)
     alone = partition == "none"
-    x = (add("o_proj", compute, x, "o_proj", *(["attention_residual"] if alone else [])),)
+    x = (add("o_proj", compute, x, "o_proj_residual" if alone else "o_proj"),)
     if partition == "all_gather":
         x = (add("o_all_gather", network, x, "o_all_gather", "attention_residual"),)
     elif partition == "all_reduce":
         x = (add("o_all_reduce", network, x, "o_all_reduce", "attention_residual"),)
-    residual = ["ffn_residual"] if alone else []
     if moe:
-        x = (add("experts", compute, x, "ffn_norm", "router", "experts", *residual),)
+        x = (add("experts", compute, x, "ffn_norm", "router", "experts", *(["ffn_residual"] if alone else [])),)
     else:
         x = (add("gate_up_proj", compute, x, "ffn_norm", "gate_up_proj"),)
-        x = (add("down_proj", compute, x, "down_proj", *residual),)
+        x = (add("down_proj", compute, x, "down_proj_residual" if alone else "down_proj"),)
     if partition != "none":
         add("ffn_all_reduce", network, x, "ffn_all_reduce", "ffn_residual")
     return tuple(nodes)

@@ -58,7 +58,8 @@ Expected = dict[str, list[Label]]
 def sequential_kernels(config: ModelConfig, layout: ParallelLayout) -> Expected:
     """What a sequential step launches."""
     names = layer_operations(config, layout)
-    return _expected([Label(name, layer) for layer in range(config.num_layers) for name in names])
+    # On one rank the projections add the residual, too.
+    return _expected([Label(name.removesuffix("_residual"), layer) for layer in range(config.num_layers) for name in names])
 
 
 def planned_kernels(plan: PipelinePlan, num_layers: int) -> Expected:

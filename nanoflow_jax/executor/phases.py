@@ -6,10 +6,10 @@ nano-operations on its own stream, so nothing in a chain may need a result of an
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from nanoflow_jax.plan import NanoOperation, PipelinePlan, Resource, edges, unroll
-
 
 # Kernels drain and new ones start at a phase's end.
 BARRIER_US = 3.0
@@ -65,7 +65,7 @@ def group(plan: PipelinePlan, num_layers: int) -> list[Phase]:
     cuts = [len(order)]
     while cuts[-1] > 0:
         cuts.append(best[cuts[-1]][1])
-    return [tuple(order[start:stop]) for stop, start in reversed(list(zip(cuts, cuts[1:], strict=False)))]
+    return [tuple(order[start:stop]) for stop, start in reversed(list(itertools.pairwise(cuts)))]
 
 
 Needs = dict[tuple[str, int], list[tuple[tuple[str, int], bool]]]

@@ -46,7 +46,8 @@ def forward(
             operation = OPERATIONS[name]
             written = operation.apply(config, step, layer, *(values[read] for read in operation.reads))
             values.update(zip(operation.writes, written, strict=True))
-            if new_kv is not None and name == "attention_residual":  # so that the copy runs beside the feed-forward
+            # Here, so that the copy runs beside the feed-forward.
+            if new_kv is not None and name in ("attention_residual", "o_proj_residual"):
                 values["x"] = new_kv.leave(values["kv"], values["x"])
             if probe is not None:
                 probe(i, name, values)

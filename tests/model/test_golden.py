@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanoflow_jax.batch import BatchShape, pack
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.operations import layer_operations
 from tests.model.steps import TINY_NAMES, Chunk, Host, forward_jit, golden, random_model, tiny_model
 
 TOLERANCE = 5e-5
@@ -25,13 +26,14 @@ def test_logits_and_hidden_states(name: str, tp_size: int) -> None:
     model = tiny_model(name, tp_size)
     host = Host(model, SHAPE, page_size=4, num_pages=64)
     ids = expected["input_ids"].tolist()
-    forward = forward_jit(model, SHAPE, ("ffn_residual",))
+    last = layer_operations(model.config, model.layout)[-1]
+    forward = forward_jit(model, SHAPE, (last,))
     packed = pack(host.batch([Chunk(0, ids, 0)]))
     row_logits, _, seen = forward(nnx.state(model.decoder), host.cache, host.last_tokens, packed)
     np.testing.assert_allclose(np.asarray(row_logits)[0, : model.config.vocab_size], expected["logits"][-1], atol=TOLERANCE)
     # The last golden state lies behind the final norm, which the logits cover.
     for layer in range(model.config.num_layers - 1):
-        hidden = np.asarray(seen[f"{layer}.ffn_residual"])[: len(ids)]
+        hidden = np.asarray(seen[f"{layer}.{last}"])[: len(ids)]
         np.testing.assert_allclose(hidden, expected["hidden_states"][layer + 1], atol=TOLERANCE)
 
 
