@@ -1,7 +1,7 @@
 """64 x 64 blocks on their way between warpgroups, as each thread holds them: an image is only ever read as it was written.
 
-A thread holds 32 elements of a block that wgmma made. They go as four pieces of 16 bytes, and pieces of neighbouring threads lie
-side by side, so a warp reads or writes 512 bytes at once. In row-major order it would be two elements of a thread at a time.
+A thread holds 32 elements of a block that wgmma made. They go as four pieces of 16 bytes, and pieces of neighbouring threads
+lie side by side, so a warp reads or writes 512 bytes at once. In row-major order a thread would have two elements at a time.
 """
 
 from typing import Any

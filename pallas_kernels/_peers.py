@@ -59,11 +59,11 @@ class Peers:
         """As many counters on each rank, zero at first."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
 
-    def signal(self, semaphores: Any, index: Array, rank: Array) -> None:
+    def signal(self, semaphores: Any, index: Any, rank: Array) -> None:
         """One more at `rank`, once it can see what this warpgroup wrote, and what others wrote that it has seen."""
         plgpu.semaphore_signal(semaphores.at[index], device_id=self._device(rank))
 
-    def wait(self, semaphores: Any, index: Array, value: int) -> None:
+    def wait(self, semaphores: Any, index: Any, value: int) -> None:
         plgpu.semaphore_wait(semaphores.at[index], value, decrement=False)
 
     def meet(self, done: Any, ctas: int) -> None:

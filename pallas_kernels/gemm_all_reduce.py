@@ -1,8 +1,8 @@
 """C = sum over ranks of A B, the product and the sum in one kernel, over peers' memory (no NVLink multicast).
 
 A rank's CTAs multiply tiles as `gemm` does. A tile's result, rounded to bfloat16, goes straight from registers into the memory
-of the rank that owns the tile. One more warpgroup of each CTA tells the owner; it also adds up the tiles that its own rank owns,
-in the order of the ranks, and writes the sums to all of them. `docs/kernels-collectives.md` has the protocol.
+of the rank that owns the tile. One more warpgroup of each CTA tells the owner; it also adds up the tiles that its own rank
+owns, in the order of the ranks, and writes the sums to all of them. `docs/kernels-collectives.md` has the protocol.
 """
 
 import dataclasses
@@ -44,12 +44,13 @@ def gemm_all_reduce(
 
     Runs under `shard_map(..., check_vma=False)` on all devices of the mesh, in one process. Each rank's product is rounded to
     bfloat16, as it is in front of an all-reduce; the sum is float32, in the order of the ranks. `residual` must be the same on
-    all ranks. All `num_sms` CTAs wait for each other and for those of the peers: whatever runs beside must leave them their SMs.
+    all ranks. All `num_sms` CTAs wait for each other and for the peers': whatever runs beside must leave them their SMs.
 
     Raises:
       UnsupportedDeviceError: no Hopper GPU.
-      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16, `num_sms`
-        out of range, an axis of one rank, or a `config` with clusters, tiles cut along K or tiles too large for the kernel.
+      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16, M beyond 8
+        that is not a multiple of 8, `num_sms` out of range, an axis of one rank, or a `config` with clusters, tiles cut along K
+        or tiles too large for the kernel.
     """
     check_operands(a, b, None, residual, swiglu=False)
     return _launch("gemm_all_reduce", a, b, residual, axis=axis, scatter=False, config=config, num_sms=num_sms)
@@ -89,6 +90,8 @@ def _launch(
     name: str, a: Array, b: Array, residual: Array | None, *, axis: str, scatter: bool, config: GemmConfig | None, num_sms: int
 ) -> Array:
     device = _mosaic.require_hopper(name, num_sms)
+    if a.shape[0] > 8 and a.shape[0] % 8:
+        raise ValueError(f"{name}: more than 8 rows must be a multiple of 8, not {a.shape[0]}")
     if device.interpreted:
         raise ValueError(f"{name}: jax's interpreter knows neither peers' memory nor semaphores")
     ranks = lax.axis_size(axis)

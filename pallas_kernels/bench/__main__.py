@@ -24,7 +24,10 @@ MODULES = {
     "prefill_attention": "pallas_kernels.bench.attention",
     "append_kv": "pallas_kernels.bench.attention",
     "fused_gemm_attention": "pallas_kernels.bench.fused",
+    "gemm_all_reduce": "pallas_kernels.bench.gemm_all_reduce",
 }
+# The others run on one.
+NEED_SEVERAL_GPUS = {"gemm_all_reduce"}
 
 
 def integers(text: str) -> list[int]:
@@ -33,7 +36,7 @@ def integers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; all of them without this")
+    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; without this all that need one GPU")
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
     parser.add_argument("--names", default="", help="only cases whose name contains one of these, comma-separated")
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"idle: {facts['idle_watts']:.0f} W")
     rows = []
     print(timing.header())
-    for kernel in options.kernels or MODULES:
+    for kernel in options.kernels or [name for name in MODULES if name not in NEED_SEVERAL_GPUS]:
         for row in _benchmark(kernel, num_sms, options):
             print(timing.line(row), flush=True)
             rows.append(row)

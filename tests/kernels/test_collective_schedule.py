@@ -1,4 +1,4 @@
-"""The protocol of GEMMs fused with a sum over ranks, as pure data: who owns, sends and adds what, and that nobody waits for ever."""
+"""The protocol of GEMMs fused with a sum over ranks: who owns, sends and adds what, and that nobody waits for ever."""
 
 import random
 

@@ -1,15 +1,25 @@
-"""GEMMs fused with their all-reduce: interpreted with all ranks on one device, compiled for four H200s, and run on four GPUs."""
+"""GEMMs fused with their all-reduce: interpreted with all ranks on one device, compiled for four H200s, run on four GPUs."""
 
+import dataclasses
 import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import UnsupportedDeviceError, _mosaic
 from pallas_kernels._collective_schedule import collective_schedule
 from pallas_kernels._tuning import GemmConfig
-from pallas_kernels.gemm_all_reduce import run
+from pallas_kernels.gemm_all_reduce import default_config, gemm_all_reduce, gemm_reduce_scatter, run
+from tests.kernels import aot
 from tests.kernels.all_ranks import AllRanks
 from tests.kernels.interpret import interpreted
 
@@ -55,3 +65,199 @@ def test_interpreted(shape, ranks, ctas, config, with_residual, scatter):
         return
     assert all(np.array_equal(out[0], copy) for copy in out), "ranks differ"
     np.testing.assert_allclose(out[0], want, rtol=2**-7, atol=2**-7)
+
+
+def _mesh(devices: Any) -> Mesh:
+    return Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
+
+
+def _sharded(mesh: Any, *, with_residual: bool = False, scatter: bool = False, per_rank: bool = False, **options: Any) -> Any:
+    """The kernel on all of `mesh`: (a [M, K], b [K, N], residual) -> C, or with `per_rank` every rank's copy of it."""
+
+    def one(a: jax.Array, b: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        if scatter:
+            return gemm_reduce_scatter(a, b, axis="tp", **options)
+        out = gemm_all_reduce(a, b, axis="tp", residual=residual, **options)
+        return out[None] if per_rank else out
+
+    specs = (P(None, "tp"), P("tp", None), *((P(),) if with_residual else ()))
+    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P("tp") if scatter or per_rank else P(), check_vma=False)
+
+
+def _shapes(m: int, k: int, n: int, ranks: int, with_residual: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of the whole arrays; k is one rank's."""
+    sizes = ((m, k * ranks), (k * ranks, n), *(((m, n),) if with_residual else ()))
+    return tuple(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
+
+
+def test_refuses_by_name():
+    def trace(m: int, k: int, n: int, *, device: str = "NVIDIA H200", ranks: int = 4, **options: Any) -> None:
+        mesh = AbstractMesh((ranks,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(device, 132, "gpu"))
+        shapes = _shapes(m, k, n, ranks, options.get("with_residual", False))
+        jax.eval_shape(_sharded(mesh, **{"num_sms": 132, **options}), *shapes)
+
+    trace(64, 64, 64)
+    with pytest.raises(UnsupportedDeviceError, match="gemm_all_reduce"):
+        trace(64, 64, 64, device="cpu")
+    with pytest.raises(UnsupportedDeviceError, match="gemm_reduce_scatter"):
+        trace(256, 64, 64, device="cpu", scatter=True)
+    with pytest.raises(ValueError, match="neither peers' memory nor semaphores"):
+        trace(64, 64, 64, device=_mosaic.INTERPRETED)
+    with pytest.raises(ValueError, match="num_sms=133"):
+        trace(64, 64, 64, num_sms=133)
+    with pytest.raises(ValueError, match="1 rank"):
+        trace(64, 64, 64, ranks=1)
+    with pytest.raises(ValueError, match="multiple of 8, not 100"):
+        trace(100, 64, 64)
+    with pytest.raises(ValueError, match="cuts tiles along K"):
+        trace(64, 64, 64, config=dataclasses.replace(_64X64, stream_k=True))
+    with pytest.raises(ValueError, match="more registers"):
+        trace(64, 64, 512, config=dataclasses.replace(_64X64, tile_n=256))
+    with pytest.raises(ValueError, match="96 rows do not divide"):
+        trace(96, 64, 64, scatter=True, config=_64X64)
+
+
+def test_default_tiles_fit_the_kernel():
+    for m in (64, 1024, 2048, 4096):
+        for k, n in ((7168, 8192), (2048, 8192)):
+            config = default_config(m, k, n, num_sms=132)
+            assert config.cluster == 1
+            assert not config.stream_k
+            assert config.stages(False) >= 2
+    assert 384 % default_config(1536, 7168, 8192, num_sms=132, shard_rows=384).tile_m == 0
+    with pytest.raises(ValueError, match="no tile's height divides the 80 rows"):
+        default_config(320, 7168, 8192, num_sms=132, shard_rows=80)
+
+
+# Name -> rows, K of a rank, N, and options.
+_COMPILED: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "70b/4 down": (2048, 7168, 8192, {}),
+    "70b/4 o, residual": (2048, 2048, 8192, {"with_residual": True}),
+    "1024 rows, 116 SMs": (1024, 7168, 8192, {"num_sms": 116}),
+    "few rows": (72, 2048, 8192, {"with_residual": True}),
+    "one consumer": (512, 2048, 4096, {"config": GemmConfig(tile_m=64, tile_n=128, consumers=1, stream_k=False)}),
+    "reduce-scatter": (2048, 7168, 8192, {"scatter": True}),
+}
+
+
+@pytest.mark.aot
+def test_compiles_for_four_gpus_without_spills_and_without_multicast():
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        env=aot.child_environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == _COMPILED.keys()
+    for name, facts in found.items():
+        resources = aot.Resources(**facts["resources"])
+        assert resources.spill_bytes == 0, name
+        assert _mosaic.SMEM_LIMIT_BYTES // 2 < resources.smem_bytes <= _mosaic.SMEM_LIMIT_BYTES, name
+        assert resources.registers <= 168, f"{name}: more than the warpgroups of a CTA can start with"
+        assert facts["peers"], f"{name}: no addresses of peers"
+        assert not facts["multicast"], f"{name}: NVLink multicast"
+
+
+def _compile_all() -> None:
+    """In a process of its own, see `tests.kernels.aot`."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc("h200", platform="cuda", target_config=aot.H200, topology="1x1x4")
+    mesh = _mesh(topology.devices[:4])
+    found = {}
+    for name, (m, k, n, options) in _COMPILED.items():
+        function = _sharded(mesh, **{"num_sms": 132, **options})
+        shapes = _shapes(m, k, n, 4, options.get("with_residual", False))
+        resources = aot._compile(function, shapes, mesh)
+        with jax.set_mesh(mesh):
+            text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        found[name] = {
+            "resources": dataclasses.asdict(resources),
+            "peers": "uses_xla_collective_metadata = true" in text,
+            # What XLA is told of arrays that a kernel reaches through multicast.
+            "multicast": "symmetric_memory_parameters" in text or "multimem" in text,
+        }
+    print(json.dumps(found))
+
+
+needs_four_gpus = pytest.mark.skipif(len(jax.devices()) < 4 or jax.default_backend() != "gpu", reason="needs four GPUs")
+
+
+def _operands(mesh: Mesh, m: int, k: int, n: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random a [M, R K], b [R K, N], divided along R K, and a residual on all ranks."""
+    ranks = mesh.size
+
+    def make() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _normal(0, m, k * ranks), _normal(1, k * ranks, n, scale=(k * ranks) ** -0.5), _normal(2, m, n)
+
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (P(None, "tp"), P("tp", None), P()))
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def _reference(mesh: Mesh, with_residual: bool) -> Callable[..., jax.Array]:
+    """float32 C by XLA's products, each rounded as ours, and float32 sums."""
+
+    def one(a: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
+        part = jnp.dot(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
+        total = jax.lax.psum(part, "tp")
+        return total + residual.astype(jnp.float32) if with_residual else total
+
+    specs = (P(None, "tp"), P("tp", None), P())
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+
+
+@pytest.mark.gpu
+@needs_four_gpus
+@pytest.mark.parametrize(
+    ("m", "k", "n", "with_residual", "options"),
+    [
+        (2048, 7168, 8192, False, {}),
+        (2048, 2048, 8192, True, {}),
+        (1024, 2048, 8192, True, {"num_sms": 84}),
+        (72, 2048, 8192, True, {}),
+        (200, 1024, 2000, True, {"config": _128X64, "num_sms": 8}),
+        (512, 2048, 4096, False, {"config": GemmConfig(tile_m=64, tile_n=128, consumers=1, stream_k=False)}),
+    ],
+)
+def test_gpu_matches_reference_on_all_ranks(m, k, n, with_residual, options):
+    mesh = _mesh(jax.devices()[:4])
+    a, b, residual = _operands(mesh, m, k, n)
+    run_all = jax.jit(_sharded(mesh, with_residual=with_residual, per_rank=True, **{"num_sms": 132, **options}))
+    copies = np.asarray(run_all(a, b, *((residual,) if with_residual else ())).astype(jnp.float32))
+    assert all(np.array_equal(copies[0], copy) for copy in copies), "ranks differ"
+    want = np.asarray(_reference(mesh, with_residual)(a, b, residual))
+    # A part may round to the neighbouring bfloat16, because its float32 sum runs along K in another order.
+    np.testing.assert_allclose(copies[0], want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+@needs_four_gpus
+def test_gpu_reduce_scatter_gives_each_rank_its_rows():
+    mesh = _mesh(jax.devices()[:4])
+    a, b, residual = _operands(mesh, 1024, 2048, 8192)
+    out = np.asarray(jax.jit(_sharded(mesh, scatter=True, num_sms=132))(a, b).astype(jnp.float32))
+    np.testing.assert_allclose(out, np.asarray(_reference(mesh, False)(a, b, residual)), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+@needs_four_gpus
+@pytest.mark.parametrize(("m", "num_sms"), [(2048, 132), (512, 100)])
+def test_gpu_repeats_bit_for_bit(m, num_sms):
+    mesh = _mesh(jax.devices()[:4])
+    a, b, _ = _operands(mesh, m, 2048, 8192)
+    run_all = jax.jit(_sharded(mesh, per_rank=True, num_sms=num_sms))
+
+    @jax.jit
+    def still_same(same: jax.Array, out: jax.Array, first: jax.Array) -> jax.Array:
+        return same & jnp.array_equal(out.view(jnp.uint16), first.view(jnp.uint16)[:1].repeat(out.shape[0], 0))
+
+    first, same = run_all(a, b), jnp.asarray(True)
+    for _ in range(200):
+        same = still_same(same, run_all(a, b), first)
+    assert bool(same)
+
+
+if __name__ == "__main__":
+    _compile_all()
