@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ def _add_profile(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--tp", type=int, default=1)
     sub.add_argument("--b-dense", type=int, default=2048, help="largest batch to measure")
     sub.add_argument("--context", type=int, nargs="+", default=[512, 1024, 2048], help="KV tokens per decoding sequence")
+    sub.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which nothing new is begun")
     sub.add_argument("--out", type=Path, required=True, help="profile file; measurements already in it are kept")
 
 
@@ -221,7 +223,8 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _profile(args: argparse.Namespace) -> None:
     from search.profiling import profile_command
 
-    profile_command(preset(args.model), hardware(args.hardware), args.tp, args.b_dense, args.context, args.out)
+    device = hardware(args.hardware)
+    profile_command(preset(args.model), device, args.tp, args.b_dense, args.context, args.out, args.time_limit)
 
 
 if __name__ == "__main__":

@@ -44,13 +44,15 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One measurement: `tokens` rows on `num_sms` SMs (channels for collectives); `context` keys per token for attention.
 
-    `energy_j` is above idle. None where it was not measured.
+    Measured times are sustained; `burst_us` is after a rest, as a short benchmark has it. `energy_j` is above idle. Both are
+    None where they were not measured.
     """
 
     tokens: int
     num_sms: int
     context: float = 0.0
     time_us: float
+    burst_us: float | None = None
     energy_j: float | None = None
     implementation: str = ""
 
@@ -62,8 +64,31 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     points: tuple[Point, ...]
 
 
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`calls` GEMMs one after another, each on `gemm_tokens` rows and `gemm_sms` SMs, beside one call of another kernel.
+
+    `other_sms` SMs are what the GEMMs left: the budget of attention; to a collective only room, it takes its own channels.
+    `time_us` is the time until both have ended, `gemm_us` and `other_us` what each side takes alone on the whole device.
+    """
+
+    gemm: Kernel
+    gemm_tokens: int
+    gemm_sms: int
+    calls: int
+    other: Kernel
+    other_tokens: int
+    other_sms: int
+    context: float = 0.0
+    time_us: float
+    gemm_us: float
+    other_us: float
+
+
 class ProfileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A device's times. `device` is a name of the hardware table; `libraries` are versions that the times depend on."""
+    """A device's times. `device` is a name of the hardware table; `libraries` are versions that the times depend on.
+
+    `conditions` says how times were taken, `pairs` what the interference was made from, `failures` what could not be measured.
+    """
 
     format_version: int = FORMAT_VERSION
     model: str
@@ -75,6 +100,9 @@ class ProfileTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     series: tuple[Series, ...]
     interference: Interference
     power: PowerModel | None = None
+    conditions: str = ""
+    pairs: tuple[Pair, ...] = ()
+    failures: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -140,7 +168,8 @@ def lookup(table: ProfileTable, kernel: Kernel, tokens: int, *, num_sms: int | N
     """Time of a kernel, by default on as many SMs as its fastest measurement at each size used.
 
     Between measurements times are interpolated linearly in tokens and context, speeds linearly in SMs; below the smallest
-    number of tokens the line through the two smallest is followed. All of these are marked as estimated.
+    number of tokens the line through the two smallest is followed, and on fewer SMs than were measured at this size a kernel
+    slows down as it does at the nearest size that has them. All of these are marked as estimated.
 
     Raises:
       ProfileError: the table has no such kernel, or more tokens are asked for than were measured.
@@ -156,7 +185,7 @@ def lookup(table: ProfileTable, kernel: Kernel, tokens: int, *, num_sms: int | N
         raise ProfileError(f"profile of {table.model} on {table.device} has {kernel} up to {sizes[-1]} tokens, not {tokens}")
 
     def at(size: int) -> Timing:
-        return _at_tokens(by_tokens[size], num_sms, context)
+        return _at_tokens(by_tokens[size], num_sms, context, points)
 
     i = bisect.bisect_left(sizes, tokens)
     if sizes[i] == tokens:
@@ -180,12 +209,12 @@ def _blend(a: Timing, b: Timing, weight: float) -> Timing:
     )
 
 
-def _at_tokens(points: Sequence[Point], num_sms: int | None, context: float) -> Timing:
+def _at_tokens(points: Sequence[Point], num_sms: int | None, context: float, everything: Sequence[Point]) -> Timing:
     """Along the context: measured contexts are interpolated, outside of them times follow the line of the two nearest."""
     contexts = sorted({p.context for p in points})
 
     def at(c: float) -> Timing:
-        return _at_context([p for p in points if p.context == c], num_sms)
+        return _at_context([p for p in points if p.context == c], num_sms, everything)
 
     if context in contexts or contexts == [0.0]:
         return at(context if context in contexts else 0.0)
@@ -202,7 +231,7 @@ def _scaled(t: Timing, factor: float) -> Timing:
     return dataclasses.replace(t, time_us=t.time_us * factor, energy_j=energy, estimated=True)
 
 
-def _at_context(points: Sequence[Point], num_sms: int | None) -> Timing:
+def _at_context(points: Sequence[Point], num_sms: int | None, everything: Sequence[Point]) -> Timing:
     best = min(points, key=lambda p: p.time_us)
     if num_sms is None:
         return Timing(time_us=best.time_us, energy_j=best.energy_j, implementation=best.implementation, estimated=False)
@@ -215,9 +244,29 @@ def _at_context(points: Sequence[Point], num_sms: int | None) -> Timing:
     if i == len(counts):
         p, speed = ordered[-1], 1 / ordered[-1].time_us
     elif i == 0:
-        p, speed = ordered[0], num_sms / counts[0] / ordered[0].time_us
+        p, speed = ordered[0], _speed_kept(ordered[0], num_sms, everything) / ordered[0].time_us
     else:
         a, p = ordered[i - 1], ordered[i]
         weight = (num_sms - a.num_sms) / (p.num_sms - a.num_sms)
         speed = 1 / a.time_us + weight * (1 / p.time_us - 1 / a.time_us)
     return Timing(time_us=1 / speed, energy_j=p.energy_j, implementation=p.implementation, estimated=True)
+
+
+def _speed_kept(point: Point, num_sms: int, everything: Sequence[Point]) -> float:
+    """The fraction of its speed that a kernel keeps on fewer SMs than `point` has, by the nearest size that has both.
+
+    Where no size has, speed is taken to be in proportion to SMs.
+    """
+    cells: dict[tuple[int, float], list[Point]] = {}
+    for p in everything:
+        cells.setdefault((p.tokens, p.context), []).append(p)
+    both = [c for c in cells.values() if min(p.num_sms for p in c) <= num_sms and max(p.num_sms for p in c) >= point.num_sms]
+    if not both:
+        return num_sms / point.num_sms
+
+    def distance(cell: Sequence[Point]) -> float:
+        return abs(math.log(cell[0].tokens / point.tokens)) + abs(math.log((1 + cell[0].context) / (1 + point.context)))
+
+    nearest = min(both, key=distance)
+    whole, fewer = (_at_context(nearest, n, ()).time_us for n in (point.num_sms, num_sms))
+    return whole / fewer

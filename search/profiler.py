@@ -1,187 +1,394 @@
-"""Runs single kernels and pairs on the GPUs at hand for the profiler. Imports jax; nothing but the profiler imports this.
+"""Compiles and times single kernels and pairs on the GPUs at hand for the profiler; the only module of the search with jax.
 
-Repetitions are unrolled inside one compiled program and kept apart by barriers, so that launches cost what they cost in a step.
-Pairs run on two streams of one program (jax 0.11 or newer), each kernel within its SM budget.
+A kernel is called several times in one program, each call behind the one before, on several sets of weights in turn that are
+together larger than the L2 cache. A pair runs in phases between barriers, as the executor runs them: GEMMs one after another on
+one stream, the other kernel on a second, each within its SM budget. How much attention a pair holds is data (rows without keys
+cost nothing), so that one program serves every amount. Programs are lowered in turn and compiled side by side.
 """
 
+import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import math
+import os
+import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pynvml  # pyright: ignore[reportMissingImports]  # of the cuda extras; not on machines without a GPU
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
+from nanoflow_jax.executor.runner import _PLAN_OPTIONS  # as the executor compiles, so that kernels meet the same schedule
 from nanoflow_jax.executor.streams import on_stream
-from nanoflow_jax.plan import Resource
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.gemm import gemm
-from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.prefill_attention import prefill_attention
-from search.profile_table import Kernel, Point, ProfileError
+from nanoflow_jax.kernels import Kernels, mosaic
+from nanoflow_jax.parallel import all_gather, all_reduce, make_mesh
+from nanoflow_jax.plan import TILE, Resource
+from search.analytic import kernel_work
+from search.energy import EnergyCounter
+from search.measurement import Alone, Load, Program, Reading, Together, is_collective
+from search.profile_table import ProfileError
 
-REPEATS = 8
-TRIALS = 3
-ENERGY_S = 0.3
-ENERGY_TOKENS = (512, 2048)
+SETTLE_S, MEASURE_S = 0.1, 0.15  # steady running before a measurement, in which the clock settles, and during it
+REST_S, BURST_S = 0.1, 0.006
+ENERGY_S = 0.3  # the energy counter moves every 20 to 100 ms
+CONDITIONS = (
+    f"sustained: mean of {MEASURE_S} s after {SETTLE_S} s of the same, random normal inputs, weights and pages from HBM; "
+    f"burst_us: {1e3 * BURST_S:.0f} ms after {REST_S} s of rest; energy above idle of the first GPU over {ENERGY_S} s or more"
+)
 PAGE = 64
-COLLECTIVES = ("all_reduce", "all_gather")
+_POOL_BYTES = 1 << 30  # of K, and as much of V: many times the L2 cache
+_L2_BYTES = 60e6
+_PROGRAM_US = 1500.0  # long enough to hide a launch by the host
+_IN_FLIGHT = 3
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Arrays = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workbench:
+    """Makes programs and their inputs. `mesh` holds the ranks of collectives; everything else runs on its first device."""
+
+    mesh: jax.sharding.Mesh
+    kernels_for: Callable[[int], Kernels] = mosaic
+    annotate: Callable[[Resource, Callable], Callable] = on_stream
+    options: dict[str, str] | None = dataclasses.field(default_factory=lambda: dict(_PLAN_OPTIONS))
+
+    def trace(self, program: Program) -> Any:
+        """The program's jaxpr, for arguments as `arguments` makes them."""
+        over_ranks = program.ranks > 1
+        body = self._phases(program) if isinstance(program, Together) else self._chain(program)
+        if over_ranks:
+            replicated = PartitionSpec()
+            body = jax.shard_map(body, mesh=self.mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+        sharding = NamedSharding(self.mesh, PartitionSpec()) if over_ranks else None
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _shapes(program))
+        return jax.jit(body, compiler_options=self.options).trace(*shapes)
+
+    def _function(self, alone: Alone) -> Callable[..., jax.Array]:
+        """The kernel as a function of one input set."""
+        name, kernels = alone.kernel.name, self.kernels_for(alone.num_sms)
+        if name == "experts":
+
+            def feed_forward(x: Any, up: Any, down: Any, groups: Any) -> jax.Array:
+                return kernels.grouped_gemm(kernels.grouped_gemm(x, up, groups, swiglu=True), down, groups)
+
+            return feed_forward
+        return {
+            "gemm": kernels.gemm,
+            "swiglu_gemm": functools.partial(kernels.gemm, swiglu=True),
+            "decode_attention": kernels.decode_attention,
+            "prefill_attention": kernels.prefill_attention,
+            "all_reduce": all_reduce,
+            "all_gather": functools.partial(all_gather, axis=1),
+        }[name]
+
+    def _chain(self, alone: Alone) -> Callable[..., Any]:
+        once = jax.jit(self._function(alone))  # lowered once, however often the chain calls it
+
+        def run(sets: Sequence[Arrays]) -> Any:
+            outs: list[Any] = []
+            given = sets[0]
+            for i in range(repeats(alone)):
+                given = given if _in_place(alone) else sets[i % len(sets)]
+                # Orders the calls, and makes their inputs different values, so that XLA cannot merge equal calls.
+                given, outs[-1:] = lax.optimization_barrier((given, outs[-1:]))
+                result = once(*given)
+                if _in_place(alone):
+                    given = (result,)
+                else:
+                    outs.append(result)
+            return outs or given  # all of them: what nobody needs is not computed
+
+        return run
+
+    def _phases(self, pair: Together) -> Callable[..., Any]:
+        gemm, other = self._function(pair.gemm), self._function(pair.other)
+        beside = Resource.NETWORK if is_collective(pair.other.kernel) else Resource.MEMORY
+
+        def run(sets: Sequence[Arrays], other_set: Arrays) -> Any:
+            outs: list[Any] = []
+            for i in range(repeats(pair)):
+                given = [sets[(i * pair.calls + j) % len(sets)] for j in range(pair.calls)], other_set
+                given, outs[-1:] = lax.optimization_barrier((given, outs[-1:]))
+                results = [self.annotate(Resource.COMPUTE, lambda one: gemm(*one))(one) for one in given[0]]
+                results.append(self.annotate(beside, lambda one: other(*one))(given[1]))
+                *results, last = lax.optimization_barrier(tuple(results))
+                if _in_place(pair.other):
+                    other_set = (last,)
+                else:
+                    results.append(last)
+                outs.append(results)
+            return outs, other_set if _in_place(pair.other) else ()
+
+        return run
+
+
+def _in_place(alone: Alone) -> bool:
+    """Whether each call takes the result of the one before, which XLA needs to overwrite an argument without a copy of it."""
+    return alone.kernel.name == "all_reduce"
+
+
+def repeats(program: Program) -> int:
+    """Calls (of a pair: phases) in one program."""
+    alone = program.gemm if isinstance(program, Together) else program
+    flops, moved, sent = kernel_work(alone.kernel, alone.tokens, float(alone.max_context))
+    us = 5.0 + 1e6 * max(flops / 700e12, moved / 4e12, sent / 300e9) * (program.calls if isinstance(program, Together) else 1)
+    return min(max(math.ceil(_PROGRAM_US / us), 4), 32)
+
+
+def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _shapes(program: Program) -> tuple[Any, ...]:
+    """The arguments of a program: input sets of the kernel (of a pair: of its GEMM), and one set of what runs beside it."""
+    if isinstance(program, Together):
+        return [_set_shapes(program.gemm)] * max(copies(program.gemm), program.calls), _set_shapes(program.other)
+    return ([_set_shapes(program)] * copies(program),)
+
+
+def copies(alone: Alone) -> int:
+    """Input sets that a chain takes turns with: weights in a step are never in the L2 cache. Pools are too large for it."""
+    if alone.kernel.name not in ("gemm", "swiglu_gemm"):
+        return 1
+    return min(8, max(2, math.ceil(3 * _L2_BYTES / (2 * math.prod(alone.kernel.shape)))))
+
+
+def _set_shapes(alone: Alone) -> Arrays:
+    """Shapes of one input set: activations first, then weights or pages, then what is data."""
+    shape, tokens = alone.kernel.shape, alone.tokens
+    match alone.kernel.name:
+        case "gemm":
+            k, n = shape
+            return _bf16(tokens, k), _bf16(k, n)
+        case "swiglu_gemm":
+            k, n = shape
+            return _bf16(tokens, k), _bf16(k, 2, n // 2)
+        case "experts":
+            experts, per_token, d, f = shape
+            return _bf16(tokens * per_token, d), _bf16(experts, d, 2, f), _bf16(experts, f, d), _int32(experts)
+        case "decode_attention" | "prefill_attention":
+            heads, group, head_dim = shape
+            pool = _bf16(1 + _POOL_BYTES // (2 * heads * PAGE * head_dim), heads, PAGE, head_dim)
+            rows = tokens if alone.kernel.name == "decode_attention" else prefill_rows(tokens)
+            pages = math.ceil(alone.max_context / PAGE)
+            data = (_int32(rows),) * (1 if alone.kernel.name == "decode_attention" else 3)
+            return _bf16(tokens, heads, group, head_dim), pool, pool, _int32(rows, pages), *data
+        case "all_reduce":
+            return (_bf16(tokens, shape[1]),)
+        case "all_gather":
+            return (_bf16(tokens, shape[1] // shape[0]),)
+    raise ProfileError(f"the profiler does not know {alone.kernel}")
+
+
+def prefill_rows(tokens: int) -> int:
+    """Rows of a batch of prompts of at least 128 tokens."""
+    return tokens // TILE + 1
+
+
+def prefill_lengths(tokens: int, context: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys, first query and queries of each row, int32: `tokens` that see `context` keys on average.
+
+    Whole prompts of twice the context, which causal tokens see half of on average, and of one more as many tokens from its
+    middle as remain.
+    """
+    length = round(2 * context)
+    whole, rest = divmod(tokens, length)
+    q_lens, kv_lens = [length] * whole, [length] * whole
+    if rest:
+        q_lens.append(rest)
+        kv_lens.append(round(context + rest / 2))
+    rows = prefill_rows(tokens)
+    padded = [np.zeros(rows, np.int32) for _ in range(3)]
+    for array, values in zip(padded, (kv_lens, np.cumsum([0, *q_lens])[:-1], q_lens), strict=True):
+        array[: len(values)] = values
+    return padded[0], padded[1], padded[2]
+
+
+def decode_lengths(tokens: int, load: Load) -> np.ndarray:
+    """Keys of each row, int32: the first `load.rows` have `load.context`, the others none and cost nothing."""
+    rows = tokens if load.rows is None else load.rows
+    return np.where(np.arange(tokens) < rows, round(load.context), 0).astype(np.int32)
+
+
+class Inputs:
+    """Arrays on the devices of a mesh, made once and kept: random normal, since arithmetic on zeros draws too little power."""
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self._one: Any = mesh.devices.flat[0]
+        self._all: Any = NamedSharding(mesh, PartitionSpec())
+        self._kept: dict[tuple[Any, ...], jax.Array] = {}
+        self._host = np.random.default_rng(0).standard_normal(1 << 22, np.float32).astype(jnp.bfloat16)
+
+    def arguments(self, program: Program, load: Load) -> tuple[Any, ...]:
+        """What the compiled `program` is called with."""
+        to = self._all if program.ranks > 1 else self._one
+        if not isinstance(program, Together):
+            return ([self._set(program, load, i, to) for i in range(copies(program))],)
+        number = max(copies(program.gemm), program.calls)
+        return [self._set(program.gemm, load, i, to) for i in range(number)], self._set(program.other, load, 0, to)
+
+    def _set(self, alone: Alone, load: Load, index: int, to: Any) -> Arrays:
+        shapes, name = _set_shapes(alone), alone.kernel.name
+        activations = self._activations(shapes[0].shape, to)
+        if is_collective(alone.kernel):
+            return (activations,)
+        if name in ("gemm", "swiglu_gemm", "experts"):
+            weights = [self._normal(x.shape, index, x.shape[-2 if name == "experts" else 0], to) for x in shapes[1:3]]
+            if name != "experts":
+                return activations, *weights
+            rows, groups = shapes[0].shape[0], shapes[3].shape[0]
+            sizes = np.full(groups, rows // groups, np.int32)
+            sizes[: rows % groups] += 1
+            return activations, *weights, jax.device_put(sizes, to)
+        pool, (rows, pages) = shapes[1].shape, shapes[3].shape
+        keys, values = (self._normal(pool, which, 1, to) for which in (0, 1))
+        lengths = (
+            (decode_lengths(alone.tokens, load),) if name == "decode_attention" else prefill_lengths(alone.tokens, load.context)
+        )
+        tables = self._tables(pool[0] - 1, rows, pages, to)
+        return activations, keys, values, tables, *(jax.device_put(x, to) for x in lengths)
+
+    def _activations(self, shape: tuple[int, ...], to: Any) -> jax.Array:
+        # From the host: every number of tokens is another shape, and making each on the device would be another program.
+        key = ("activations", shape, to)
+        if key not in self._kept:
+            self._kept[key] = jax.device_put(np.resize(self._host, math.prod(shape)).reshape(shape), to)
+        return self._kept[key]
+
+    def _normal(self, shape: tuple[int, ...], seed: int, fan_in: int, to: Any) -> jax.Array:
+        key = ("normal", shape, seed, to)
+        if key not in self._kept:
+            made = _random_normal(jax.random.key(seed), shape, 1 / math.sqrt(fan_in))
+            self._kept[key] = jax.block_until_ready(jax.device_put(made, to))
+        return self._kept[key]
+
+    def _tables(self, pool_pages: int, rows: int, pages: int, to: Any) -> jax.Array:
+        """Sequences scattered over the pool, which they share where it is too small for all; page 0 belongs to nobody."""
+        key = ("tables", pool_pages, rows, pages, to)
+        if key not in self._kept:
+            rng = np.random.default_rng(0)
+            order = np.concatenate([rng.permutation(pool_pages) for _ in range(math.ceil(rows * pages / pool_pages))])
+            self._kept[key] = jax.device_put(1 + order[: rows * pages].reshape(rows, pages).astype(np.int32), to)
+        return self._kept[key]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _random_normal(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
+
+
+def compile_side_by_side(
+    lowered: Callable[[Program], Any], programs: Sequence[Program], threads: int | None = None
+) -> tuple[dict[Program, Any], dict[Program, str]]:
+    """Executables, and what went wrong with the others. Lowering is Python and takes turns; XLA compiles beside it."""
+    ready: dict[Program, Any] = {}
+    errors: dict[Program, str] = {}
+    compiling: dict[Program, Future] = {}
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        for program in programs:
+            try:
+                compiling[program] = pool.submit(lowered(program).compile)
+            except Exception as error:  # belongs to this program; the others still run
+                errors[program] = describe(error)
+    for program, future in compiling.items():
+        try:
+            ready[program] = future.result()
+        except Exception as error:
+            errors[program] = describe(error)
+    return ready, errors
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def steady(run: Callable[[], Any], seconds: float, after_each: Callable[[], bool] = lambda: False) -> tuple[int, float]:
+    """Runs of a program back to back, a few in flight, and the seconds they took; `after_each` ends it when it returns True."""
+    flying: list[Any] = []
+    count, begun = 0, time.perf_counter()
+    while count < _IN_FLIGHT or time.perf_counter() - begun < seconds:
+        flying.append(run())
+        count += 1
+        if len(flying) == _IN_FLIGHT:
+            jax.block_until_ready(flying.pop(0))
+        if after_each():
+            break
+    jax.block_until_ready(flying)
+    return count, time.perf_counter() - begun
 
 
 class GpuMachine:
     """The GPUs that jax sees; collectives span the first `tp`."""
 
+    conditions = CONDITIONS
+
     def __init__(self, tp: int) -> None:
         devices = jax.devices()
         if devices[0].platform != "gpu" or len(devices) < tp:
             raise ProfileError(f"profiling needs {tp} GPU(s), jax sees {[d.platform for d in devices]}")
+        if jax.__version_info__ < (0, 11):
+            raise ProfileError(f"pairs of kernels need jax 0.11 or newer, this is {jax.__version__}")
         self.num_sms = int(devices[0].core_count)
-        self.mesh = jax.make_mesh((tp,), ("tp",), devices=devices[:tp], axis_types=(jax.sharding.AxisType.Auto,))
-        pynvml.nvmlInit()
-        self._meter = pynvml.nvmlDeviceGetHandleByIndex(0)
-        time.sleep(1.0)
-        self._idle_w = pynvml.nvmlDeviceGetPowerUsage(self._meter) / 1e3
-        self._calls = functools.lru_cache(maxsize=4)(self._make_call)
+        self._bench = Workbench(make_mesh(tp))
+        self._inputs = Inputs(self._bench.mesh)
+        self._ready: dict[Program, Any] = {}
+        jax.block_until_ready(jnp.zeros(1))  # the context draws power too, so idle is measured with it
+        self._energy = EnergyCounter(getattr(devices[0], "local_hardware_id", None) or 0)
 
     def libraries(self) -> dict[str, str]:
-        """Versions of jax and of the device's driver software as jax reports it."""
-        return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "kernels": pallas_kernels.__name__}
+        """Versions of jax and the driver, a digest of the kernels and their tuned tables, and NCCL's settings."""
+        names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
+        found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names}
+        nccl = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+        return {**dict(sorted(found.items())), "driver": self._energy.driver, "kernels": kernels_digest(), **nccl}
 
-    def alone(self, kernel: Kernel, tokens: int, num_sms: int, context: float) -> Point:
-        """Times one kernel."""
-        function, arguments = self._calls(kernel, tokens, num_sms, context)
-        run = _repeated(lambda *a: (function(*a),), arguments)
-        time_us = _best_us(run)
-        energy = self._energy_j(run) if num_sms >= self.num_sms and tokens in ENERGY_TOKENS else None
-        name = "nccl" if kernel.name in COLLECTIVES else "pallas"
-        return Point(tokens=tokens, num_sms=num_sms, context=context, time_us=time_us, implementation=name, energy_j=energy)
+    def compile(self, programs: Sequence[Program]) -> dict[Program, str]:
+        """Makes programs ready; returns what went wrong with those that are not."""
+        missing = [p for p in dict.fromkeys(programs) if p not in self._ready]
+        ready, errors = compile_side_by_side(lambda p: self._bench.trace(p).lower(), missing)
+        self._ready |= ready
+        return errors
 
-    def _energy_j(self, run: Callable[[], Any]) -> float:
-        """Joules above idle of one call, from the board's energy counter over a stretch of steady running."""
-        begun, joules, calls = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._meter) / 1e3, 0
-        while time.perf_counter() - begun < ENERGY_S:
-            jax.block_until_ready([run() for _ in range(8)])
-            calls += 8 * REPEATS
-        seconds = time.perf_counter() - begun
-        spent = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._meter) / 1e3 - joules
-        return max(spent - self._idle_w * seconds, 0.0) / calls
+    def time(self, program: Program, load: Load, *, burst: bool = False, energy: bool = False) -> Reading:
+        """Sustained microseconds of one call (of a pair: one phase); `burst` and `energy` take some tenths of a second more."""
+        compiled, arguments = self._ready[program], self._inputs.arguments(program, load)
+        calls = repeats(program)
 
-    def together_us(self, gemm: tuple[Kernel, int, int], other: tuple[Kernel, int, int, float]) -> float:
-        """Times a GEMM beside another kernel on a second stream."""
-        left, left_arguments = self._calls(*gemm, 0.0)
-        right, right_arguments = self._calls(*other)
-        split = len(left_arguments)
-        beside = Resource.NETWORK if other[0].name in COLLECTIVES else Resource.MEMORY
+        def run() -> Any:
+            return compiled(*arguments)
 
-        def both(*arguments: Any) -> tuple[Any, Any]:
-            x = on_stream(Resource.COMPUTE, lambda given: left(*given))(arguments[:split])
-            return x, on_stream(beside, lambda given: right(*given))(arguments[split:])
-
-        return _best_us(_repeated(both, (*left_arguments, *right_arguments)))
-
-    def _make_call(self, kernel: Kernel, tokens: int, num_sms: int, context: float) -> Call:
-        key = jax.random.key(0)
-        shape = kernel.shape
-        if kernel.name in ("gemm", "swiglu_gemm"):
-            k, n = shape
-            swiglu = kernel.name == "swiglu_gemm"
-            b = _normal(key, (k, 2, n // 2) if swiglu else (k, n), k)
-            return functools.partial(gemm, swiglu=swiglu, num_sms=num_sms), (_normal(key, (tokens, k)), b)
-        if kernel.name == "experts":
-            experts, per_token, d, f = shape
-            rows = tokens * per_token
-            sizes = np.full(experts, rows // experts, np.int32)
-            sizes[: rows % experts] += 1
-
-            def feed_forward(x: Any, up: Any, down: Any, groups: Any) -> Any:
-                hidden = grouped_gemm(x, up, groups, swiglu=True, num_sms=num_sms)
-                return grouped_gemm(hidden, down, groups, num_sms=num_sms)
-
-            weights = _normal(key, (experts, d, 2, f), d), _normal(key, (experts, f, d), f)
-            return feed_forward, (_normal(key, (rows, d)), *weights, jnp.asarray(sizes))
-        if kernel.name == "decode_attention":
-            return functools.partial(decode_attention, num_sms=num_sms), _decode_inputs(key, shape, tokens, round(context))
-        if kernel.name == "prefill_attention":
-            return functools.partial(prefill_attention, num_sms=num_sms), _prefill_inputs(key, shape, tokens, round(context))
-        return self._collective(kernel, tokens)
-
-    def _collective(self, kernel: Kernel, tokens: int) -> Call:
-        tp, d = kernel.shape
-        spec = jax.sharding.PartitionSpec
-        gathers = kernel.name == "all_gather"
-
-        def body(x: Any) -> Any:
-            return lax.all_gather(x, "tp", axis=1, tiled=True) if gathers else lax.psum(x, "tp")
-
-        mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=spec(None, "tp"), out_specs=spec(None, None) if gathers else spec(), check_vma=False
-        )
-        width = d if gathers else d * tp
-        x = jax.device_put(_normal(jax.random.key(0), (tokens, width)), jax.sharding.NamedSharding(self.mesh, spec(None, "tp")))
-        return mapped, (x,)
+        jax.block_until_ready(run())
+        burst_us = None
+        if burst:
+            time.sleep(REST_S)
+            count, seconds = steady(run, BURST_S)
+            burst_us = 1e6 * seconds / (count * calls)
+        steady(run, SETTLE_S)
+        count, seconds = steady(run, MEASURE_S)
+        per_call = seconds / (count * calls)
+        joules = None
+        if energy:
+            watts = self._energy.watts(functools.partial(steady, run), ENERGY_S)
+            joules = None if watts is None else max(watts - self._energy.idle_w, 0.0) * per_call
+        return Reading(time_us=1e6 * per_call, burst_us=burst_us, energy_j=joules)
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int = 1) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(1 / math.sqrt(fan_in))
-
-
-def _pool(key: jax.Array, kv_heads: int, head_dim: int, sequences: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys, values and a block table in which sequences lie scattered; page 0 belongs to nobody."""
-    pages = -(-length // PAGE)
-    order = np.random.default_rng(0).permutation(sequences * pages) + 1
-    shape = (sequences * pages + 1, kv_heads, PAGE, head_dim)
-    k, v = (_normal(x, shape) for x in jax.random.split(key))
-    return k, v, jnp.asarray(order.reshape(sequences, pages), jnp.int32)
-
-
-def _decode_inputs(key: jax.Array, shape: tuple[int, ...], tokens: int, context: int) -> tuple[jax.Array, ...]:
-    kv_heads, group, head_dim = shape
-    k, v, tables = _pool(key, kv_heads, head_dim, tokens, context)
-    q = _normal(key, (tokens, kv_heads, group, head_dim))
-    return q, k, v, tables, jnp.full(tokens, context, jnp.int32)
-
-
-def _prefill_inputs(key: jax.Array, shape: tuple[int, ...], tokens: int, context: int) -> tuple[jax.Array, ...]:
-    """Whole prompts of twice the mean context, which causal tokens attend to on average, and what remains of one."""
-    kv_heads, group, head_dim = shape
-    length = max(2 * context, 1)
-    lens = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
-    k, v, tables = _pool(key, kv_heads, head_dim, len(lens), max(lens))
-    starts = np.concatenate([[0], np.cumsum(lens)[:-1]]).astype(np.int32)
-    q = _normal(key, (tokens, kv_heads, group, head_dim))
-    sizes = jnp.asarray(lens, jnp.int32)
-    return q, k, v, tables, sizes, jnp.asarray(starts), sizes
-
-
-def _repeated(function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...]) -> Callable[[], Any]:
-    """A compiled program of several calls, warmed up."""
-
-    def program(*args: Any) -> list[Any]:
-        kept = []
-        for _ in range(REPEATS):
-            results = function(*args)
-            args, results = lax.optimization_barrier((args, results))
-            kept += [r.ravel()[:8] for r in results]
-        return kept
-
-    compiled = jax.jit(program)
-    jax.block_until_ready(compiled(*arguments))
-    return lambda: compiled(*arguments)
-
-
-def _best_us(run: Callable[[], Any]) -> float:
-    """Mean device microseconds of one call, the best of several trials."""
-    best = math.inf
-    for _ in range(TRIALS):
-        begun = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(4)])
-        best = min(best, (time.perf_counter() - begun) / (4 * REPEATS))
-    return 1e6 * best
+def kernels_digest() -> str:
+    """Of the kernels' sources and tuned tables: times of other kernels do not compare."""
+    root = pathlib.Path(pallas_kernels.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("tunings/*.json")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

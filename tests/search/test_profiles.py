@@ -1,12 +1,9 @@
-"""Profiles: JSON, interpolation, the analytic table's physics, the profiler with a pretended machine, interference maps."""
+"""Profiles: JSON, interpolation, the analytic table's physics, interference maps."""
 
-import dataclasses
 import itertools
 import subprocess
 import sys
-import types
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +24,6 @@ from search.interference import (
 )
 from search.problem import Costing
 from search.profile_table import Kernel, Point, ProfileError, ProfileTable, Series, kernel_of, lookup
-from search.profiling import kernels_of, measure_profile, points_to_measure
 from search.workload import parse_workload, steady_mix
 
 TABLE_3 = shipped_maps()["paper-table3"]
@@ -105,6 +101,19 @@ def test_lookup_by_sms_and_context() -> None:
     assert lookup(one, ATTENTION, 128, context=1024.0).time_us == pytest.approx(20.0)
 
 
+def test_lookup_on_fewer_sms_than_were_measured_at_this_size() -> None:
+    """A kernel that needs 32 SMs only slows down at every size as at the size where that was measured, not with its SMs."""
+    few = [_point(1024, t, sms, context=2048.0) for sms, t in ((16, 160.0), (32, 90.0), (132, 80.0))]
+    table = _table([*few, _point(512, 20.0, context=1024.0), _point(1024, 40.0, context=1024.0)], ATTENTION)
+    found = lookup(table, ATTENTION, 512, num_sms=32, context=1024.0)
+    assert (found.time_us, found.estimated) == (pytest.approx(20.0 * 90 / 80), True)
+    assert lookup(table, ATTENTION, 1024, num_sms=16, context=1024.0).time_us == pytest.approx(80.0)
+    assert lookup(table, ATTENTION, 768, num_sms=16, context=1024.0).time_us == pytest.approx(60.0)
+    # Between measured counts speeds are interpolated; below the smallest there is only proportion left.
+    assert lookup(table, ATTENTION, 512, num_sms=24, context=1024.0).time_us == pytest.approx(20 / 80 * 2 / (1 / 160 + 1 / 90))
+    assert lookup(table, ATTENTION, 512, num_sms=8, context=1024.0).time_us == pytest.approx(20.0 * 132 / 8)
+
+
 def test_profiles_survive_json_and_refuse_others() -> None:
     table = _table([_point(128, 10.0)])
     text = profile_table.encode(table)
@@ -170,110 +179,9 @@ def test_analytic_h200_is_near_what_was_measured() -> None:
     assert lookup(large, Kernel(name="all_reduce", shape=(4, 8192)), 2048).time_us == pytest.approx(200, rel=0.05)
 
 
-class _Pretended:
-    """A machine whose kernels take a launch and a time in proportion to tokens over SMs, and slow each other by a tenth."""
-
-    num_sms = 64
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def libraries(self) -> dict[str, str]:
-        return {"jax": "pretended"}
-
-    def _us(self, kernel: Kernel, tokens: int, num_sms: int) -> float:
-        heavy = {"gemm": 1.0, "swiglu_gemm": 2.0, "decode_attention": 1.5, "prefill_attention": 0.3}.get(kernel.name, 0.5)
-        sms = min(num_sms, 32) if kernel.name not in ("gemm", "swiglu_gemm") else num_sms
-        return 2.0 + heavy * tokens / sms
-
-    def alone(self, kernel: Kernel, tokens: int, num_sms: int, context: float) -> Point:
-        self.runs += 1
-        us = self._us(kernel, tokens, num_sms)
-        return Point(tokens=tokens, num_sms=num_sms, context=context, time_us=us, implementation="pretended")
-
-    def together_us(self, gemm: tuple[Kernel, int, int], other: tuple[Kernel, int, int, float]) -> float:
-        return 1.1 * max(self._us(*gemm), self._us(*other[:3]))
-
-
-def _measure(machine: _Pretended, known: ProfileTable | None, saved: list[ProfileTable], b_dense: int = 512) -> ProfileTable:
-    return measure_profile(
-        preset("llama3-70b"), hardware("h200"), 4, b_dense, [1024], machine, known, saved.append, lambda *_: None
-    )
-
-
-def test_profiler_measures_everything_once_and_resumes() -> None:
-    machine, saved = _Pretended(), []
-    table = _measure(machine, None, saved)
-    wanted = list(points_to_measure(preset("llama3-70b"), 4, 512, [1024], 64))
-    assert machine.runs == len(wanted) == len(set(wanted))
-    assert {s.kernel for s in table.series} == set(kernels_of(preset("llama3-70b"), 4))
-    again = _Pretended()
-    assert _measure(again, table, []) == table
-    assert again.runs == 0
-    half = saved[len(saved) // 2]
-    rest = _Pretended()
-    assert _measure(rest, half, []).series == table.series
-    assert 0 < rest.runs < machine.runs
-
-
-def test_profiler_finds_the_interference() -> None:
-    """With a tenth lost to each other, 16 of 64 SMs for attention leave 48 to the GEMM: R near 1 - 0.75 / 1.1."""
-    table = _measure(_Pretended(), None, [], b_dense=2048)
-    at = next(p for p in table.interference.memory if p.num_sms == 16)
-    assert at.share == pytest.approx(1 - 0.75 / 1.1, abs=0.06)
-    assert at.performance == pytest.approx(0.5 / 1.1, abs=0.08)
-    assert at.spread is not None
-    assert table.interference.network
-
-
-def test_profiler_refuses_to_mix_machines() -> None:
-    table = _measure(_Pretended(), None, [])
-    other = msgspec.structs.replace(table, libraries={"jax": "older"})
-    with pytest.raises(ProfileError, match="older"):
-        _measure(_Pretended(), other, [])
-
-
-def test_measured_profile_plans_a_layer() -> None:
-    """What the profiler wrote is what the search reads, for the model measured and others of its shapes."""
-    table = profile_table.decode(profile_table.encode(_measure(_Pretended(), None, [])))
-    mix = steady_mix(parse_workload("512:1024"), 512)
-    costing = Costing(
-        model=preset("llama3.1-70b"), table=table, mix=dataclasses.replace(mix, decode_context=900.0), partition="all_reduce"
-    )
-    timing = {op.name: costing.timing(op, 256) for op in costing.graph()}
-    assert not timing["qkv_proj"].estimated
-    assert timing["decode_attention"].estimated
-    assert costing.sequential_us() > 0
-
-
 def test_the_search_needs_no_jax() -> None:
     code = (
-        "import sys, search.__main__, search.evaluate, search.plots, search.profiling, search.milp\n"
+        "import sys, search.__main__, search.evaluate, search.plots, search.profiling, search.energy, search.milp\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'jax']"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_inputs_of_the_gpu_machine_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the profiler would run on a GPU, with reference kernels in place of Pallas: arguments fit, shapes are right."""
-    import jax
-    import jax.numpy as jnp
-
-    monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
-    from pallas_kernels import reference
-    from search import profiler
-
-    key = jax.random.key(0)
-    assert reference.decode_attention(*profiler._decode_inputs(key, (2, 2, 16), 5, 100)).shape == (5, 2, 2, 16)
-    assert reference.prefill_attention(*profiler._prefill_inputs(key, (2, 2, 16), 300, 64)).shape == (300, 2, 2, 16)
-    monkeypatch.setattr(profiler, "REPEATS", 2)
-    machine = object.__new__(profiler.GpuMachine)
-    machine.num_sms = 4
-    machine.mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    for name in ("all_reduce", "all_gather"):
-        function, arguments = machine._collective(Kernel(name=name, shape=(4, 64)), 128)
-        assert jax.eval_shape(function, *arguments).shape == (128, 64)
-    x = jnp.ones((4, 4))
-    assert 0 < profiler._best_us(profiler._repeated(lambda a: (a @ a,), (x,))) < 1e7
-    x, up, down, sizes = machine._make_call(Kernel(name="experts", shape=(4, 2, 64, 128)), 130, 4, 0.0)[1]
-    assert (x.shape, up.shape, down.shape, int(sizes.sum())) == ((260, 64), (4, 64, 2, 128), (4, 128, 64), 260)
