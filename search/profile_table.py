@@ -255,18 +255,20 @@ def _at_context(points: Sequence[Point], num_sms: int | None, everything: Sequen
 def _speed_kept(point: Point, num_sms: int, everything: Sequence[Point]) -> float:
     """The fraction of its speed that a kernel keeps on fewer SMs than `point` has, by the nearest size that has both.
 
-    Where no size has, speed is taken to be in proportion to SMs.
+    Below the fewest SMs that any size has, speed is taken to be in proportion to SMs.
     """
     cells: dict[tuple[int, float], list[Point]] = {}
     for p in everything:
         cells.setdefault((p.tokens, p.context), []).append(p)
-    both = [c for c in cells.values() if min(p.num_sms for p in c) <= num_sms and max(p.num_sms for p in c) >= point.num_sms]
-    if not both:
+    fewest = {key: min(p.num_sms for p in c) for key, c in cells.items() if max(p.num_sms for p in c) >= point.num_sms}
+    low = max(num_sms, min(fewest.values(), default=point.num_sms))
+    if low >= point.num_sms:
         return num_sms / point.num_sms
+    both = [cells[key] for key, count in fewest.items() if count <= low]
 
     def distance(cell: Sequence[Point]) -> float:
         return abs(math.log(cell[0].tokens / point.tokens)) + abs(math.log((1 + cell[0].context) / (1 + point.context)))
 
     nearest = min(both, key=distance)
-    whole, fewer = (_at_context(nearest, n, ()).time_us for n in (point.num_sms, num_sms))
-    return whole / fewer
+    whole, fewer = (_at_context(nearest, n, ()).time_us for n in (point.num_sms, low))
+    return whole / fewer * num_sms / low

@@ -226,7 +226,7 @@ class Inputs:
     """Arrays on the devices of a mesh, made once and kept: random normal, since arithmetic on zeros draws too little power."""
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
-        self._one: Any = mesh.devices.flat[0]
+        self._one: Any = jax.devices()[0]  # where programs of one device are compiled for
         self._all: Any = NamedSharding(mesh, PartitionSpec())
         self._kept: dict[tuple[Any, ...], jax.Array] = {}
         self._host = np.random.default_rng(0).standard_normal(1 << 22, np.float32).astype(jnp.bfloat16)

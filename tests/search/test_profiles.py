@@ -111,7 +111,9 @@ def test_lookup_on_fewer_sms_than_were_measured_at_this_size() -> None:
     assert lookup(table, ATTENTION, 768, num_sms=16, context=1024.0).time_us == pytest.approx(60.0)
     # Between measured counts speeds are interpolated; below the smallest there is only proportion left.
     assert lookup(table, ATTENTION, 512, num_sms=24, context=1024.0).time_us == pytest.approx(20 / 80 * 2 / (1 / 160 + 1 / 90))
-    assert lookup(table, ATTENTION, 512, num_sms=8, context=1024.0).time_us == pytest.approx(20.0 * 132 / 8)
+    assert lookup(table, ATTENTION, 512, num_sms=8, context=1024.0).time_us == pytest.approx(20.0 * 160 / 80 * 2)
+    alone = _table([_point(512, 20.0, context=1024.0)], ATTENTION)
+    assert lookup(alone, ATTENTION, 512, num_sms=33, context=1024.0).time_us == pytest.approx(80.0)
 
 
 def test_profiles_survive_json_and_refuse_others() -> None:
