@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
+from nanoflow_jax.kv_cache import claim_device_memory
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import LLM, RunnerConfig, TierOptions
 from serve import protocol
@@ -40,6 +41,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
     """Loads the model, makes the pool, compiles every step; progress goes to standard error. Errors are those of `LLM`."""
     if options.tp_size > 1:
         jax.config.update("jax_num_cpu_devices", options.tp_size)  # of no effect on other platforms
+    claim_device_memory(0.95)
     dtype = options.dtype if options.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
     with _progress_bars("loading", "compiling") as progress:
         llm = LLM(

@@ -94,9 +94,23 @@ class RunnerConfig:
             raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
 
 
-def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, smallest: int) -> tuple[BatchShape, ...]:
-    """Powers of two from `smallest` below `b_dense`, then `b_dense` itself: small steps do not pay for the dense batch."""
-    sizes = itertools.takewhile(lambda size: size < b_dense, (smallest << i for i in itertools.count()))
+def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, *, on_gpu: bool) -> tuple[BatchShape, ...]:
+    """The sizes of steps, ascending, the last `b_dense`.
+
+    On CPUs powers of two from 16. A GPU reads all weights in every step and multiplies 64 rows meanwhile, so less would cost as
+    much; from 128 tokens on time is in proportion to rows, padding included, and sizes grow by 128 or by a quarter.
+    """
+
+    def following(size: int) -> int:
+        if not on_gpu or size < 128:
+            return 2 * size
+        return size + max(128, size // 4 // 128 * 128)
+
+    sizes = []
+    size = 64 if on_gpu else 16
+    while size < b_dense:
+        sizes.append(size)
+        size = following(size)
     return tuple(BatchShape(size, min(size, max_sequences), pages_per_seq) for size in (*sizes, b_dense))
 
 
@@ -130,9 +144,7 @@ class ModelRunner:
         device = mesh.devices.flat[0]
         self._num_sms = getattr(device, "core_count", None) or 1
         self._on_gpu = device.platform == "gpu"
-        # A GPU reads all weights in every step and multiplies 64 rows meanwhile: smaller steps would cost as much.
-        smallest = 64 if self._on_gpu else 16
-        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq, smallest)
+        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq, on_gpu=self._on_gpu)
         self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
         self.num_compilations = 0

@@ -133,9 +133,11 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 def test_shapes() -> None:
     sizes = [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
-    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8, 16)] == sizes
-    assert [s.num_tokens for s in step_shapes(16, 4, 8, 16)] == [16]
-    assert [s.num_tokens for s in step_shapes(5, 4, 8, 16)] == [5]
+    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8, on_gpu=False)] == sizes
+    assert [s.num_tokens for s in step_shapes(16, 4, 8, on_gpu=False)] == [16]
+    assert [s.num_tokens for s in step_shapes(5, 4, 8, on_gpu=False)] == [5]
+    sizes = [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1920, 2048]
+    assert [s.num_tokens for s in step_shapes(2048, 512, 8, on_gpu=True)] == sizes
 
 
 @pytest.mark.parametrize(
