@@ -49,12 +49,12 @@ def kernels_of(model: ModelConfig, tp: int) -> dict[Kernel, tuple[Resource, str]
 
 
 def dense_sizes(b_dense: int) -> list[int]:
-    """Tokens of GEMMs and collectives: every tile up to 1024, where waves of output tiles show, then every second; and all."""
+    """Tokens of GEMMs: every tile up to 1024, where waves of output tiles show, then every second; and all."""
     return sorted({t for t in range(TILE, b_dense + 1, TILE) if t <= 1024 or t % (2 * TILE) == 0} | {b_dense})
 
 
 def doubling_sizes(b_dense: int) -> list[int]:
-    """Tokens of attention and experts, whose times are smooth: powers of two of a tile, and all."""
+    """Tokens of attention, experts and collectives, whose times are smooth: powers of two of a tile, and all."""
     return sorted({t for t in (TILE << i for i in range(b_dense.bit_length())) if t < b_dense} | {b_dense})
 
 
@@ -76,7 +76,7 @@ def requests(model: ModelConfig, tp: int, b_dense: int, contexts: Sequence[int],
     with_energy = {b_dense // 4, b_dense // 2, b_dense}
     for kernel, (resource, kind) in kernels_of(model, tp).items():
         sms = MAX_CHANNELS if resource is Resource.NETWORK else num_sms
-        smooth = kind != "all" or kernel.name == "experts"
+        smooth = kind != "all" or kernel.name == "experts" or resource is Resource.NETWORK
         keys = _contexts(kind, contexts)
         beside = pair_attention(kernel, b_dense, contexts, sms) if kind == "decode" else None
         longest = beside.max_context if beside else max(contexts) if kind == "prefill" else 0
