@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
 def step_sizes(args: argparse.Namespace) -> dict[str, int]:
     """b_dense, max_sequences and page_size: as told, else what keeps a GPU's memory full, else `RunnerConfig`'s defaults."""
     told = {name: getattr(args, name) for name in ("b_dense", "max_sequences", "page_size")}
-    chosen = {field.name: field.default for field in dataclasses.fields(RunnerConfig) if field.name in told}
+    defaults = RunnerConfig()
+    chosen: dict[str, int] = {name: getattr(defaults, name) for name in told}
     free = free_device_bytes(jax.devices()[0])
     if free is not None:
         chosen["page_size"] = _GPU_PAGE_SIZE

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range, validate
 from search.assemble import Placed, Segment, fold
 from search.build_plan import intensity
-from search.hardware import hardware
-from search.interference import performance, shipped_maps
+from search.interference import performance, share_of_sms
 from search.problem import Costing
 from search.schedule import Node
 
@@ -25,7 +24,7 @@ _AFTER_ATTENTION = ("prefill_attention", "o_proj", "gate_up_proj", "down_proj")
 def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> PipelinePlan:
     """The pipeline for one GPU with nano-batches [0, border) and [border, b_dense), attention on `attention_sms`.
 
-    Times are the costing's; beside attention a GEMM slows down by the SMs it lacks, and attention by the interference map.
+    Times are the costing's; kernels beside each other slow down as its interference map says of so many SMs.
 
     Raises:
       ValueError: more than one rank, experts, no decoding tokens, or a border or number of SMs out of range.
@@ -94,8 +93,9 @@ class _Lane:
         self._costing, self._batches = costing, batches
         self._operations: dict[str, Operation] = {op.name: op for op in costing.graph()}
         self._num_sms, self._attention_sms = costing.table.num_sms, attention_sms
-        curve = shipped_maps()[hardware(costing.table.device).interference]
-        self._attention_speed = performance(curve, Resource.MEMORY, attention_sms / self._num_sms)
+        curve = costing.table.interference
+        self._attention_share = share_of_sms(curve, Resource.MEMORY, attention_sms, self._num_sms)
+        self._attention_speed = performance(curve, Resource.MEMORY, self._attention_share)
 
     def present(self, names: Sequence[str], half: NanoBatch) -> list[tuple[str, int]]:
         """(operation, nano-batch) of those that have tokens in `half`."""
@@ -119,8 +119,10 @@ class _Lane:
     def place_attention(self, half: NanoBatch, start_us: float) -> None:
         for name, i in self.present(("decode_attention",), half):
             best = self._best_us(name, i)
-            share, speed = self._attention_sms / self._num_sms, self._attention_speed
-            self._place(name, i, Resource.MEMORY, best, start_us, best / speed, share, self._attention_sms, speed)
+            speed = self._attention_speed
+            self._place(
+                name, i, Resource.MEMORY, best, start_us, best / speed, self._attention_share, self._attention_sms, speed
+            )
 
     def place_compute(self, chain: Sequence[tuple[str, int]], start_us: float, beside_us: float, wrapped: float) -> None:
         """Places a chain from `start_us` on; its qkv belongs to the layer after, which is a period, `wrapped`, earlier."""
@@ -134,7 +136,7 @@ class _Lane:
             clock += best / share
 
     def _share(self, clock: float, beside_us: float) -> float:
-        return 1.0 if clock >= beside_us else 1 - self._attention_sms / self._num_sms
+        return 1.0 if clock >= beside_us else 1 - self._attention_share
 
     def _best_us(self, name: str, index: int) -> float:
         return self._costing.timing(self._operations[name], self._batches[name][index].tokens).time_us

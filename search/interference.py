@@ -91,14 +91,22 @@ def sms_of_share(interference: Interference, resource: Resource, share: float, n
         num_sms = min(num_sms, MAX_CHANNELS)
     if share >= 1:
         return num_sms
-    measured = [(p.share, p.num_sms) for p in _points(interference, resource) if p.num_sms is not None]
-    if not measured:
-        return max(1, int(share * num_sms + 1e-9))
-    xs = [0.0, *(s for s, _ in measured)]
-    ys = [0.0, *(float(n) for _, n in measured)]
-    if xs[-1] < 1:
-        xs, ys = [*xs, 1.0], [*ys, float(num_sms)]
-    return max(1, int(_read(xs, ys, share) + 1e-9))
+    shares, counts = _counts(interference, resource, num_sms)
+    return max(1, int(_read(shares, counts, share) + 1e-9))
+
+
+def share_of_sms(interference: Interference, resource: Resource, sms: int, num_sms: int) -> float:
+    """The share of a memory or network kernel that holds `sms` of a device with `num_sms`: what a GEMM beside it loses."""
+    shares, counts = _counts(interference, resource, num_sms)
+    return _read(counts, shares, sms)
+
+
+def _counts(interference: Interference, resource: Resource, num_sms: int) -> tuple[list[float], list[float]]:
+    """(shares, SMs) from nothing to the whole device, ascending; in proportion where nothing was measured."""
+    measured = [(p.share, float(p.num_sms)) for p in _points(interference, resource) if p.num_sms is not None]
+    whole = [] if measured and measured[-1][0] >= 1 else [(1.0, float(num_sms))]
+    shares, counts = zip((0.0, 0.0), *measured, *whole, strict=True)
+    return list(shares), list(counts)
 
 
 def useful_shares(interference: Interference, resource: Resource, step: float) -> list[float]:

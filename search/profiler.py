@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
-from nanoflow_jax.executor.runner import _PLAN_OPTIONS  # as the executor compiles, so that kernels meet the same schedule
+from nanoflow_jax.executor.runner import PLAN_OPTIONS  # as the executor compiles, so that kernels meet the same schedule
 from nanoflow_jax.executor.streams import on_stream
 from nanoflow_jax.kernels import Kernels, mosaic
 from nanoflow_jax.parallel import all_gather, all_reduce, make_mesh
@@ -58,7 +58,7 @@ class Workbench:
     mesh: jax.sharding.Mesh
     kernels_for: Callable[[int], Kernels] = mosaic
     annotate: Callable[[Resource, Callable], Callable] = on_stream
-    options: dict[str, str] | None = dataclasses.field(default_factory=lambda: dict(_PLAN_OPTIONS))
+    options: dict[str, str] | None = dataclasses.field(default_factory=lambda: dict(PLAN_OPTIONS))
 
     def trace(self, program: Program) -> Any:
         """The program's jaxpr, for arguments as `arguments` makes them."""

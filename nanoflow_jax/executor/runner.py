@@ -34,7 +34,7 @@ MAX_LOGPROBS = 20
 ExecutionMode = Literal["sequential", "nano", "xla", "streams", "fused"]
 KVOffload = Literal["off", "on", "both"]
 # What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
-_PLAN_OPTIONS = {
+PLAN_OPTIONS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
@@ -361,7 +361,7 @@ def step_function(
         sharded,
         donate_argnums=1,
         out_shardings=(None, None, *[leaving] * num_kv_groups) if num_kv_groups else None,
-        compiler_options=_PLAN_OPTIONS if plan and on_gpu else None,
+        compiler_options=PLAN_OPTIONS if plan and on_gpu else None,
     )
 
 

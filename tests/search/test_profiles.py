@@ -19,6 +19,7 @@ from search.interference import (
     InterferencePoint,
     performance,
     shipped_maps,
+    share_of_sms,
     sms_of_share,
     useful_shares,
 )
@@ -58,6 +59,9 @@ def test_h200_map_is_the_measured_table() -> None:
     assert at.share == pytest.approx(1 - 487 / 655, abs=1e-3)
     assert at.performance == pytest.approx(2.24 / 4.46, abs=1e-3)
     assert sms_of_share(H200, Resource.MEMORY, at.share, 132) == 32
+    assert share_of_sms(H200, Resource.MEMORY, 32, 132) == pytest.approx(at.share)
+    assert share_of_sms(H200, Resource.MEMORY, 132, 132) == 1.0
+    assert share_of_sms(TABLE_3, Resource.MEMORY, 27, 108) == pytest.approx(0.25)
     assert sms_of_share(H200, Resource.NETWORK, 1.0, 132) == 32
     assert sms_of_share(TABLE_3, Resource.MEMORY, 0.4, 108) == 43
 
