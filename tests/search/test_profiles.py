@@ -18,8 +18,8 @@ from search.interference import (
     Interference,
     InterferencePoint,
     performance,
-    shipped_maps,
     share_of_sms,
+    shipped_maps,
     sms_of_share,
     useful_shares,
 )
