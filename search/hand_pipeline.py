@@ -9,11 +9,12 @@ Every weight is read twice, everything else once, and GEMMs never run on part of
 the durations of a phase's two chains differ.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range, validate
 from search.assemble import Placed, Segment, fold
-from search.build_plan import intensity
+from search.build_plan import intensity, operation_energy
 from search.interference import performance, share_of_sms
 from search.problem import Costing
 from search.schedule import Node
@@ -149,6 +150,7 @@ class _Lane:
             operation=name, nano_batch=index, batch=self._batches[name][index], resource=resource, best_us=best, energy_j=None,
             estimated=True,
         )  # fmt: skip
+        node = dataclasses.replace(node, energy_j=operation_energy(self._costing, node))
         segment = Segment(start_us=start, stop_us=start + length, share=share, num_sms=sms, performance=speed)
         self.placed.append(
             Placed(
