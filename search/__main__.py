@@ -1,4 +1,4 @@
-"""Command line of the search: `python -m search cost | plan | hand | plan-set | simulate | evaluate | profile`."""
+"""Command line of the search: `python -m search cost | plan | hand | join | plan-set | simulate | evaluate | profile`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from search import profile_table
 from search.analytic import analytic_profile
 from search.cost_model import InfeasibleError, check_batch, check_split, classify, operation_costs
 from search.hardware import HardwareError, hardware
-from search.plan_set import make_plan_set
+from search.plan_set import join_plans, make_plan_set
 from search.problem import Costing
 from search.profile_table import ProfileError, ProfileTable
 from search.report import Progress, cost_table, plan_record, plan_table
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     hand.add_argument("--border", type=int, required=True, help="first token of the second nano-batch, a multiple of 128")
     hand.add_argument("--attention-sms", type=int, required=True, help="SMs of decode attention; GEMMs beside it get the rest")
     hand.add_argument("--out", type=Path, required=True, help="where the plan goes (JSON)")
+    join = command("join", _join, "plans, however they came about, as one plan set for the runtime to choose from")
+    join.add_argument("plans", type=Path, nargs="+")
+    join.add_argument("--out", type=Path, required=True, help="where the plan set goes (JSON)")
     several = command("plan-set", _plan_set, "plans for several batch sizes and workloads, and the crossover to sequential")
     machine(several, many=True)
     solving(several)
@@ -169,6 +172,16 @@ def _hand(args: argparse.Namespace) -> None:
     simulate(plan, costing)
     args.out.write_bytes(plans.encode(plan))
     print(json.dumps(plan_record(plan, 0.0)))
+
+
+def _join(args: argparse.Namespace) -> None:
+    plan_set = join_plans([plans.decode_plan(path.read_bytes()) for path in args.plans])
+    args.out.write_bytes(plans.encode(plan_set))
+    record = {
+        "model": plan_set.model, "hardware": plan_set.device, "tp": plan_set.tp, "plans": len(plan_set.plans),
+        "crossover_tokens": plan_set.crossover_tokens,
+    }  # fmt: skip
+    print(json.dumps(record))
 
 
 def _plan_set(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.plan import PipelinePlan, PlanSet, SequentialTime
+from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime
 from search.problem import Costing
 from search.profile_table import ProfileTable
 from search.workload import BatchMix
@@ -23,6 +23,26 @@ def make_plan_set(model: ModelConfig, table: ProfileTable, plans: Sequence[Pipel
         sequential=sequential,
         crossover_tokens=crossover(plans),
     )
+
+
+def join_plans(plans: Sequence[PipelinePlan]) -> PlanSet:
+    """A set of plans made one by one, with the sequential times that each predicts for its own mix.
+
+    Raises:
+      PlanError: they are for different models, devices, ranks or partitions.
+    """
+    kinds = {(p.model, p.device, p.tp, p.partition) for p in plans}
+    if len(kinds) != 1:
+        raise PlanError(f"plans of one set are for one model, device, number of ranks and partition, not {sorted(kinds)}")
+    first = plans[0]
+    sequential = tuple(
+        SequentialTime(b_dense=p.b_dense, decode_tokens=p.decode_tokens, layer_us=p.prediction.sequential_us) for p in plans
+    )
+    winning = tuple(sorted((p for p in plans if p.speedup > 1), key=lambda p: (p.b_dense, p.decode_tokens)))
+    return PlanSet(
+        model=first.model, device=first.device, tp=first.tp, plans=winning, sequential=sequential,
+        crossover_tokens=crossover(plans),
+    )  # fmt: skip
 
 
 def sequential_us(model: ModelConfig, table: ProfileTable, mix: BatchMix) -> float:

@@ -220,3 +220,22 @@ def test_costs_need_no_solver() -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_plans_made_one_by_one_join_into_a_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = []
+    for b_dense, workload, border in ((1920, "1024:512", 640), (1024, "0:1536", 512)):
+        files.append(str(tmp_path / f"{b_dense}.json"))
+        command = ["hand", "--model", "llama3-8b", "--hardware", "h200", "--b-dense", str(b_dense), "--workload", workload]
+        assert main([*command, "--border", str(border), "--attention-sms", "48", "--out", files[-1]]) == 0
+    out = tmp_path / "set.json"
+    assert main(["join", *files, "--out", str(out)]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = decode_plan_set(out.read_bytes())
+    assert record["plans"] == len(found.plans) == 2
+    assert [p.b_dense for p in found.plans] == [1024, 1920]
+    assert len(found.sequential) == 2
+    other = tmp_path / "other.json"
+    other.write_bytes(Path(files[0]).read_bytes().replace(b'"llama3-8b"', b'"llama2-7b"'))
+    assert main(["join", files[1], str(other), "--out", str(out)]) == 2
+    assert "one model" in capsys.readouterr().err
