@@ -35,11 +35,12 @@ from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import ExecutionMode, RunnerConfig
 from nanoflow_jax.kernels import KernelChoice
 from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
+from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
-from nanoflow_jax.runtime.plan_choice import read_plans
+from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import pool_tokens, steady_sizes
 
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
     longest = max(each.total for each in conversations) if conversations else args.input + args.output
     peer = run_peer(args) if args.peer_python else None
+    plans = read_plans(args.plan) if args.plan else None
     llm = LLM(
         args.model,
         random_weights=args.random_weights,
@@ -80,11 +82,11 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         tp_size=args.tp_size,
         options=RunnerConfig(
-            **step_sizes(args),
+            **step_sizes(args, plans),
             num_pages=args.num_pages,
             max_context=args.max_context or longest,
             mode=args.mode,
-            plans=read_plans(args.plan) if args.plan else None,
+            plans=plans,
             kernels=args.kernels,
             kv_offload="both" if args.kv_host_gb else "off",
         ),
@@ -103,8 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(report))
 
 
-def step_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """b_dense, max_sequences and page_size: as told, else what keeps a GPU's memory full, else `RunnerConfig`'s defaults."""
+def step_sizes(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]:
+    """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, `RunnerConfig`'s."""
     told = {name: getattr(args, name) for name in ("b_dense", "max_sequences", "page_size")}
     defaults = RunnerConfig()
     chosen: dict[str, int] = {name: getattr(defaults, name) for name in told}
@@ -114,6 +116,7 @@ def step_sizes(args: argparse.Namespace) -> dict[str, int]:
         if args.model in PRESETS and args.workload == "uniform":
             tokens = pool_tokens(PRESETS[args.model], args.tp_size, free, itemsize=2)
             chosen |= dataclasses.asdict(steady_sizes(tokens, args.input, args.output))
+    chosen["b_dense"] = largest_b_dense(plans) or chosen["b_dense"]
     sizes = chosen | {name: value for name, value in told.items() if value is not None}
     return sizes | {"max_sequences": min(sizes["max_sequences"], sizes["b_dense"])}
 

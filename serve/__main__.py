@@ -19,7 +19,7 @@ from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
-from nanoflow_jax.runtime.plan_choice import read_plans
+from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
 from serve.address import DEFAULT_HOST, DEFAULT_PORT, Address, TcpAddress, UnixAddress
@@ -51,7 +51,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     types = ("auto", "bfloat16", "float16", "float32")
     group.add_argument("--dtype", default="auto", choices=types, help="auto: float32 on a CPU, else bfloat16 (default)")
     group.add_argument("--tp", type=int, default=1, help="devices to divide the model over (default %(default)s)")
-    group.add_argument("--b-dense", type=int, default=runner.b_dense, help="tokens of a full step (default %(default)s)")
+    group.add_argument("--b-dense", type=int, help=f"tokens of a full step (default: the plans' largest, or {runner.b_dense})")
     group.add_argument(
         "--max-sequences", type=int, default=runner.max_sequences, help="sequences that run at once (default %(default)s)"
     )
@@ -120,15 +120,17 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     """Raises ValueError: an option is out of range, or the plan is none; OSError: the plan cannot be read."""
+    plans = read_plans(args.plan) if args.plan else None
+    b_dense = (largest_b_dense(plans) or RunnerConfig.b_dense) if args.b_dense is None else args.b_dense
     runner = RunnerConfig(
-        b_dense=args.b_dense,
-        max_sequences=min(args.max_sequences, args.b_dense),
+        b_dense=b_dense,
+        max_sequences=min(args.max_sequences, b_dense),
         page_size=args.page_size,
         num_pages=args.num_pages,
         max_context=args.max_context,
         memory_fraction=args.memory_fraction,
         mode=args.mode,
-        plans=read_plans(args.plan) if args.plan else None,
+        plans=plans,
         kernels=args.kernels,
     )
     return EngineOptions(

@@ -68,6 +68,11 @@ def read_plans(path: Path) -> PlanSet:
     )
 
 
+def largest_b_dense(plans: PlanSet | None) -> int | None:
+    """Tokens of the largest planned batch: what a step should hold unless told otherwise. None without plans."""
+    return max((plan.b_dense for plan in plans.plans), default=None) if plans else None
+
+
 def wants_gathered_o_proj(plans: PlanSet | None) -> bool:
     """Whether the plans need the attention output projection divided by columns.
 

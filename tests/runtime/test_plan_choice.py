@@ -11,7 +11,7 @@ from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
 from nanoflow_jax.plan import PlanSet, SequentialTime
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import generate
-from nanoflow_jax.runtime.plan_choice import choose_plan
+from nanoflow_jax.runtime.plan_choice import choose_plan, largest_b_dense
 from nanoflow_jax.runtime.request import SamplingParams
 from tests.executor.plans import random_plan
 from tests.model.steps import tiny_model
@@ -94,3 +94,8 @@ def test_an_engine_with_plans_gives_the_tokens_of_one_without(mode: str) -> None
         planned = engine.stats().planned_steps
         assert (planned > 0) == (kind != "sequential")
     assert outputs[mode] == outputs["sequential"]
+
+
+def test_the_largest_planned_batch() -> None:
+    assert largest_b_dense(None) is None
+    assert largest_b_dense(plan_set("m", [(40, 16, 10.0), (80, 16, 10.0)], sequential_us=4096.0)) == 80
