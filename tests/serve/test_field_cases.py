@@ -23,12 +23,12 @@ class ScriptedRunner(MockRunner):
         super().__init__(tiny_config(VOCAB_SIZE, max_context=256, eos_token_ids=()), num_pages=257)
         self.script = script
 
-    def _execute(self, batch: Batch, num_logprobs: int) -> MockResult:
-        result = super()._execute(batch, num_logprobs)
+    def _execute(self, batch: Batch, num_logprobs: int) -> tuple[MockResult, np.ndarray]:
+        result, numbers = super()._execute(batch, num_logprobs)
         for row in np.flatnonzero(batch.sequence_rows >= 0):
             token = self.script[(batch.kv_lens[row] - 1) % len(self.script)]
             result.token_ids[row] = self._last_tokens[batch.sequence_rows[row]] = token
-        return result
+        return result, numbers
 
 
 async def both_ways(client: AsyncClient, prompt, params: SamplingParams) -> tuple[Generation, list[str]]:
