@@ -228,7 +228,7 @@ class ModelRunner:
         row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
         packed_result, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
         packed_result.copy_to_host_async()
-        if self._on_gpu:  # what the step has not moved there itself
+        if new_kv and self._on_gpu:  # what the step has not moved there itself
             new_kv = jax.device_put(new_kv, kv_transfer.leaving_sharding(self.mesh, to_host=True))
         return InFlightStep(packed_result, width, tuple(new_kv))
 
