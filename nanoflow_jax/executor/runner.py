@@ -137,6 +137,7 @@ class ModelRunner:
     ):
         self.config = config
         self.mesh = mesh
+        self._layout = layout
         self.page_size = options.page_size
         self.max_sequences = options.max_sequences
         self.max_context = min(options.max_context or config.max_context, config.max_context)
@@ -150,7 +151,6 @@ class ModelRunner:
         self.num_compilations = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
-        self._layout = layout
         self._graph, self._weights = nnx.split(decoder)
         self._cache = create_kv_cache(config, layout, mesh, num_pages=self.num_pages, page_size=options.page_size, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())

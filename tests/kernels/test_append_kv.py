@@ -84,7 +84,7 @@ def test_gpu_slots_beyond_2_to_the_31_elements():
     qkv, cos, sin, _, _, _ = _inputs(4, K, 4, H, 1, page_size, 0)
     slots = jnp.asarray([pages * page_size - 1, 0, -1, (pages - 2) * page_size + 5], jnp.int32)
     append = jax.jit(functools.partial(append_kv, num_sms=132), donate_argnums=(4, 5))
-    _, _, v_new = append(qkv, cos, sin, slots, *(jnp.zeros((pages, K, page_size, H), jnp.bfloat16) for _ in range(2)))
+    *_, v_new = append(qkv, cos, sin, slots, *(jnp.zeros((pages, K, page_size, H), jnp.bfloat16) for _ in range(2)))
     np.testing.assert_array_equal(np.asarray(v_new[-1, :, -1]), np.asarray(qkv[0, :, -1]))
     np.testing.assert_array_equal(np.asarray(v_new[-2, :, 5]), np.asarray(qkv[3, :, -1]))
     np.testing.assert_array_equal(np.asarray(v_new[0, :, 0]), np.asarray(qkv[1, :, -1]))
