@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,8 +31,8 @@ from nanoflow_jax.executor.streams import on_stream
 from nanoflow_jax.kernels import Kernels, mosaic
 from nanoflow_jax.parallel import all_gather, all_reduce, make_mesh
 from nanoflow_jax.plan import TILE, Resource
+from pallas_kernels.power import PowerError, PowerMeter, driver_version, idle_watts
 from search.analytic import kernel_work
-from search.energy import EnergyCounter
 from search.measurement import Alone, Load, Program, Reading, Together, is_collective
 from search.profile_table import ProfileError
 
@@ -329,6 +330,22 @@ def steady(run: Callable[[], Any], seconds: float, after_each: Callable[[], bool
     return count, time.perf_counter() - begun
 
 
+def watts_of(run: Callable[[], Any], device: Any, label: str) -> float | None:
+    """Mean power of steady running over ENERGY_S or more between steps of the GPU's energy counter.
+
+    None where there is none after three times that, and a line on stderr says why.
+    """
+    with PowerMeter([device]) as meter:
+        begun = time.perf_counter()
+        steady(run, 3 * ENERGY_S, lambda: meter.spans(ENERGY_S, begun))
+        end = time.perf_counter()
+    try:
+        return meter.means(begun, end)[0].watts
+    except PowerError as error:
+        print(f"no energy of {label}: {error}", file=sys.stderr, flush=True)
+        return None
+
+
 class GpuMachine:
     """The GPUs that jax sees; collectives span the first `tp`."""
 
@@ -345,14 +362,18 @@ class GpuMachine:
         self._inputs = Inputs(self._bench.mesh)
         self._ready: dict[Program, Any] = {}
         jax.block_until_ready(jnp.zeros(1))  # the context draws power too, so idle is measured with it
-        self._energy = EnergyCounter(getattr(devices[0], "local_hardware_id", None) or 0)
+        self._first = devices[0]
+        try:
+            self._driver, self._idle_w = driver_version(), idle_watts(self._first)
+        except PowerError as error:
+            raise ProfileError(f"profiling needs the GPU's energy: {error}") from error
 
     def libraries(self) -> dict[str, str]:
         """Versions of jax and the driver, a digest of the kernels and their tuned tables, and NCCL's settings."""
         names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
         found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names}
         nccl = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-        return {**dict(sorted(found.items())), "driver": self._energy.driver, "kernels": kernels_digest(), **nccl}
+        return {**dict(sorted(found.items())), "driver": self._driver, "kernels": kernels_digest(), **nccl}
 
     def compile(self, programs: Sequence[Program]) -> dict[Program, str]:
         """Makes programs ready; returns what went wrong with those that are not."""
@@ -380,8 +401,8 @@ class GpuMachine:
         per_call = seconds / (count * calls)
         joules = None
         if energy:
-            watts = self._energy.watts(functools.partial(steady, run), ENERGY_S)
-            joules = None if watts is None else max(watts - self._energy.idle_w, 0.0) * per_call
+            watts = watts_of(run, self._first, str(program))
+            joules = None if watts is None else max(watts - self._idle_w, 0.0) * per_call
         return Reading(time_us=1e6 * per_call, burst_us=burst_us, energy_j=joules)
 
 

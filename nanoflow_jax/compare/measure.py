@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import pack, packed_size
 from nanoflow_jax.checkpoints.random_weights import random_parameters
-from nanoflow_jax.compare.power import PowerMeter
 from nanoflow_jax.compare.steady import Workload, steady_batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.runner import ExecutionMode, step_function
@@ -29,6 +28,7 @@ from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder, build_decoder
 from nanoflow_jax.parallel import make_mesh, parallel_layout
 from nanoflow_jax.plan import PipelinePlan
+from pallas_kernels.power import PowerError, PowerMeter
 
 # Steps of a burst: enough to hide the launch of the first, few enough to end before the clock falls.
 _BURST_STEPS, _BURSTS = 5, 5
@@ -83,7 +83,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per step at one depth, and mean watts of each GPU during the sustained run."""
+    """Seconds per step at one depth, and mean watts of each GPU during the sustained run (none where NVML gives none)."""
 
     burst_s: float
     sustained_s: float
@@ -165,9 +165,11 @@ class Bench:
         burst_s = statistics.median(self._burst(run, num_layers) for _ in range(_BURSTS))
         settle_s = _SETTLE_S if self.on_gpu else 0.0
         self.steps(run, num_layers, max(1, round(settle_s / burst_s)))
-        with PowerMeter(self.devices) as power:
+        with PowerMeter(self.devices if self.on_gpu else ()) as meter:
+            begun = time.perf_counter()
             sustained_s = self.steps(run, num_layers, max(1, round(seconds / burst_s)))
-        return Timing(burst_s, sustained_s, power.watts)
+            end = time.perf_counter()
+        return Timing(burst_s, sustained_s, _watts(meter, begun, end))
 
     def _burst(self, run: Any, num_layers: int) -> float:
         time.sleep(_REST_S if self.on_gpu else 0.0)
@@ -224,6 +226,15 @@ def _compile(lowered: Any, label: str) -> Compiled:
     seconds = time.perf_counter() - begun
     progress(f"compiled {label} in {seconds:.1f} s")
     return Compiled(run, seconds)
+
+
+def _watts(meter: PowerMeter, begun: float, end: float) -> list[float]:
+    """Of each GPU; empty, and said, where NVML gives none: the times hold without."""
+    try:
+        return [mean.watts for mean in meter.means(begun, end)]
+    except PowerError as error:
+        progress(f"no watts: {error}")
+        return []
 
 
 def progress(text: str) -> None:

@@ -13,8 +13,11 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 
+import jax
+
 from pallas_kernels import _mosaic
-from pallas_kernels.bench import power, timing
+from pallas_kernels.bench import timing
+from pallas_kernels.power import PowerError, idle_watts
 
 # Each module has `benchmark(kernel, num_sms, ...) -> rows`.
 MODULES = {
@@ -53,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_sms = options.num_sms or [device.num_sms]
     facts: dict[str, object] = {"command": " ".join(sys.argv[1:]), "inputs": "random normal bfloat16"}
     if options.sustained:
-        facts["idle_watts"] = power.idle_watts()
+        try:
+            facts["idle_watts"] = idle_watts(jax.devices()[0])
+        except PowerError as error:
+            parser.error(f"--sustained: {error}")
         print(f"idle: {facts['idle_watts']:.0f} W")
     rows = []
     print(timing.header())

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.bench import power
+from pallas_kernels.power import PowerMeter
 
 L2_BYTES = 60e6
 """Upper bound of the L2 cache of a Hopper GPU."""
@@ -147,7 +147,7 @@ def sustained(f: Callable[..., Any], input_sets: Sequence[Inputs], *, seconds: f
     """Runs `f` for `seconds` without a pause and looks at the last two thirds: mean time, board power and SM clock.
 
     Raises:
-      PowerError: NVML has no energy counter for the GPU, or it did not move.
+      PowerError: NVML has no energy counter for the GPU, or it moved less than twice.
     """
     return sustained_chain(chain(f, input_sets, calls=calls), input_sets, seconds=seconds)
 
@@ -157,13 +157,13 @@ def sustained_chain(c: Chain, input_sets: Sequence[Inputs], *, seconds: float = 
     c.seconds(input_sets, 2)
     launches = max(6, round(seconds / (c.seconds(input_sets, 4) * c.calls)))
     warm_up = launches // 3
-    with power.Readings() as readings:
+    with PowerMeter(jax.devices()[:1]) as meter:
         c.seconds(input_sets, warm_up)
-        start = time.monotonic()
+        start = time.perf_counter()
         per_call = c.seconds(input_sets, launches - warm_up)
-        end = time.monotonic()
-    watts, mhz = readings.means(start, end)
-    return Sustained(seconds=per_call, watts=watts, sm_mhz=mhz)
+        end = time.perf_counter()
+    (mean,) = meter.means(start, end)
+    return Sustained(seconds=per_call, watts=mean.watts, sm_mhz=mean.sm_mhz)
 
 
 @functools.cache

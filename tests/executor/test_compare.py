@@ -17,6 +17,7 @@ from nanoflow_jax.compare.steady import Workload, parse_workload, steady_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import ExecutionMode
 from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
+from pallas_kernels.power import PowerMeter
 from tests.executor.made_up_trace import planned_trace
 from tests.executor.plans import random_plan
 from tests.model.test_golden import small_config
@@ -183,6 +184,14 @@ def test_the_search_finds_the_plan_and_the_optimum(tmp_path) -> None:
     assert rate == "measured sustained GEMM rate"
     with pytest.raises(SearchError, match="unknown hardware 'tpu'"):
         optimal_throughput("llama3-8b", "tpu", 1, 2048, workload)
+
+
+def test_a_run_without_watts_keeps_its_time_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = jax.devices()[:1]
+    with PowerMeter(cpu) as meter:
+        pass
+    assert measure._watts(meter, 0.0, 1.0) == []
+    assert f"no watts: NVML knows no power of {cpu[0]}" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_the_whole_model() -> None:

@@ -12,8 +12,9 @@ import pytest
 from pallas_kernels import _mosaic, tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
-from pallas_kernels.bench import attention, parallel, power, timing
+from pallas_kernels.bench import attention, parallel, timing
 from pallas_kernels.bench import gemm as cases
+from pallas_kernels.power import Mean, PowerError
 
 
 def test_chain_computes_every_call():
@@ -119,12 +120,6 @@ def test_rows_print_with_and_without_baseline():
     assert json.loads(timing.json_line([row, beside], command="x"))["command"] == "x"
 
 
-def test_power_is_taken_between_steps_of_the_counter():
-    assert power.mean_power([(1.0, 500.0), (1.1, 560.0), (1.5, 800.0)]) == pytest.approx(600.0)
-    with pytest.raises(power.PowerError, match="moved 1 times"):
-        power.mean_power([(1.0, 500.0)])
-
-
 def test_tuner_stops_at_its_limit_and_keeps_what_it_found(monkeypatch, tmp_path, capsys):
     def measure(jobs, *, workers, compile_seconds):
         for i, job in enumerate(jobs):
@@ -146,7 +141,10 @@ def test_tuner_stops_at_its_limit_and_keeps_what_it_found(monkeypatch, tmp_path,
 def test_sustained_looks_at_the_power_of_the_steady_part(monkeypatch):
     asked = []
 
-    class Readings:
+    class Meter:
+        def __init__(self, devices):
+            assert devices == jax.devices()[:1]
+
         def __enter__(self):
             return self
 
@@ -155,13 +153,29 @@ def test_sustained_looks_at_the_power_of_the_steady_part(monkeypatch):
 
         def means(self, start, end):
             asked.append(end - start)
-            return 600.0, 1500.0
+            return [Mean(600.0, 1500.0)]
 
-    monkeypatch.setattr(power, "Readings", Readings)
+    monkeypatch.setattr(timing, "PowerMeter", Meter)
     held = timing.sustained(jnp.sin, [(jnp.ones((64, 64)),)] * 2, seconds=0.3)
     assert (held.watts, held.sm_mhz) == (600.0, 1500.0)
     assert 0.05 < asked[0] < 5
     assert held.seconds > 0
+
+
+def test_sustained_on_a_cpu_says_that_it_has_no_power():
+    with pytest.raises(PowerError, match="is no GPU"):
+        timing.sustained(jnp.sin, [(jnp.ones((64, 64)),)] * 2, seconds=0.01)
+
+
+def test_command_refuses_joules_without_nvml(monkeypatch, capsys):
+    def idle_watts(_):
+        raise PowerError("nvmlInit: not found")
+
+    monkeypatch.setattr(command._mosaic, "require_hopper", lambda *_: _mosaic.Device("NVIDIA H200", 132))
+    monkeypatch.setattr(command, "idle_watts", idle_watts)
+    with pytest.raises(SystemExit):
+        command.main(["--sustained"])
+    assert "--sustained: nvmlInit: not found" in capsys.readouterr().err
 
 
 def test_names_select_projections():

@@ -25,9 +25,9 @@ from nanoflow_jax.kernels import REFERENCE
 from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.plan import Partition, Resource, decode_plan
 from pallas_kernels import reference
+from pallas_kernels.power import Mean, PowerError, PowerMeter
 from search import analytic, profile_table, profiler
 from search.__main__ import main
-from search.energy import mean_watts
 from search.hardware import hardware
 from search.interference import performance, shipped_maps
 from search.measurement import (
@@ -469,23 +469,33 @@ def test_steady_runs_fill_their_time_and_end_when_told() -> None:
     assert profiler.steady(run, 60.0, lambda: len(started) > count + 10)[0] == 11
 
 
-def test_power_is_taken_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A counter that moves every 70 ms while 500 W are drawn; between its moves it stands still."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+@pytest.mark.parametrize("moves", [True, False])
+def test_power_of_steady_running(moves: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs until steps of the counter span ENERGY_S; a counter that stands still ends it, too, and is said."""
+    asked: list[tuple[float, float]] = []
 
-    def joules() -> float:
-        return 500 * 0.07 * int(now / 0.07)
+    class Meter(PowerMeter):
+        def __enter__(self) -> "Meter":
+            return self
 
-    def work(most: float, enough: Any) -> None:
-        nonlocal now
-        end = now + most
-        while now < end and not enough():
-            now += 0.0015
+        def spans(self, seconds: float, since: float) -> bool:
+            asked.append((seconds, since))
+            return moves and len(asked) == 5
 
-    assert mean_watts(joules, work, 0.3) == pytest.approx(500, rel=0.02)
-    assert 0.3 < now < 0.5
-    assert mean_watts(lambda: 7.0, work, 0.3) is None
+        def means(self, start: float, end: float) -> list[Mean]:
+            assert asked[0] == (profiler.ENERGY_S, start)
+            assert start < end
+            if not moves:
+                raise PowerError("the energy counter moved 0 times")
+            return [Mean(500.0, 1500.0)]
+
+    monkeypatch.setattr(profiler, "PowerMeter", Meter)
+    monkeypatch.setattr(profiler, "ENERGY_S", 0.05)
+    gpu: Any = object()
+    assert profiler.watts_of(lambda: jnp.ones(1), gpu, "gemm") == (500 if moves else None)
+    said = "" if moves else "no energy of gemm: the energy counter moved 0 times\n"
+    assert capsys.readouterr().err == said
+    assert len(asked) == 5 or not moves
 
 
 def test_the_digest_is_of_sources_and_tuned_tables() -> None:

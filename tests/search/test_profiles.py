@@ -187,7 +187,7 @@ def test_analytic_h200_is_near_what_was_measured() -> None:
 
 def test_the_search_needs_no_jax() -> None:
     code = (
-        "import sys, search.__main__, search.evaluate, search.plots, search.profiling, search.energy, search.milp\n"
+        "import sys, search.__main__, search.evaluate, search.plots, search.profiling, search.milp\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'jax']"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
