@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanoflow_jax import plan as plans
 from nanoflow_jax.config import ModelConfig, preset
+from nanoflow_jax.workload import BatchMix, Workload, WorkloadError, parse_workload, steady_mix
 from search import profile_table
 from search.analytic import analytic_profile
 from search.cost_model import InfeasibleError, check_batch, check_split, classify, operation_costs
@@ -19,7 +20,6 @@ from search.problem import Costing
 from search.profile_table import ProfileError, ProfileTable
 from search.report import Progress, cost_table, plan_record, plan_table
 from search.simulate import simulate
-from search.workload import BatchMix, Workload, WorkloadError, parse_workload, steady_mix
 
 if TYPE_CHECKING:
     from search.auto_search import Outcome

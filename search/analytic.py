@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE, Partition, Resource, layer_graph
+from nanoflow_jax.workload import BatchMix
 from search.cost_model import DTYPE_BYTES
 from search.hardware import Hardware, PowerModel
 from search.interference import performance, shipped_maps
 from search.profile_table import Kernel, Point, ProfileTable, Series, kernel_of
-from search.workload import BatchMix
 
 LAUNCH_US = 4.0
 GEMM_EFFICIENCY = 0.85  # of peak, where no rate was measured (A100: 0.90)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE, NanoBatch, Partition, PipelinePlan, Shares
+from nanoflow_jax.workload import BatchMix
 from search.build_plan import build_plan, operation_energy
 from search.constant import constant
 from search.problem import GROUP_OF, Costing, build_problem
@@ -15,7 +16,6 @@ from search.resources import Allocation, Device, ideal, operating_durations, pha
 from search.schedule import CyclicOrderError, Node, Schedule, as_solved, dependency_arcs, lane_arcs, retime, tighten
 from search.stage_one import Limits, Report, StageOne, search_structure
 from search.structure import Structure
-from search.workload import BatchMix
 
 STAGE_ONE_WORK = 14.0
 STAGE_TWO_WORK = 1.5

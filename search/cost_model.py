@@ -8,8 +8,8 @@ import dataclasses
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE
+from nanoflow_jax.workload import BatchMix, Workload
 from search.hardware import Hardware
-from search.workload import BatchMix, Workload
 
 DTYPE_BYTES = 2
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from nanoflow_jax.config import preset
 from nanoflow_jax.plan import Partition
+from nanoflow_jax.workload import parse_workload, steady_mix
 from search.analytic import analytic_profile
 from search.auto_search import Options, Outcome, auto_search
 from search.hardware import hardware
@@ -13,7 +14,6 @@ from search.problem import Costing, build_problem
 from search.simulate import simulate
 from search.stage_one import Limits, search_structure
 from search.structure import Objective
-from search.workload import parse_workload, steady_mix
 
 Case = tuple[str, int, str, int, str]  # model, ranks, device, b_dense, workload
 

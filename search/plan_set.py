@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime
+from nanoflow_jax.workload import BatchMix
 from search.problem import Costing
 from search.profile_table import ProfileTable
-from search.workload import BatchMix
 
 
 def make_plan_set(model: ModelConfig, table: ProfileTable, plans: Sequence[PipelinePlan], mixes: Iterable[BatchMix]) -> PlanSet:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations
+from nanoflow_jax.workload import BatchMix
 from search.profile_table import ProfileTable, Timing, kernel_of, lookup
-from search.workload import BatchMix
 
 TICKS_PER_LAYER = 2500
 

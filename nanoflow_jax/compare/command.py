@@ -23,12 +23,12 @@ from nanoflow_jax.compare import names, overlap, pictures, report
 from nanoflow_jax.compare.measure import TRACED_STEPS, Bench, Compiled, Key, Setup, Variant, compile_all, progress, variants
 from nanoflow_jax.compare.schedule import read_schedule
 from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
-from nanoflow_jax.compare.steady import Workload, parse_workload
 from nanoflow_jax.compare.trace import Event, NoDeviceTraceError, by_device, read_events
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.executor.runner import ExecutionMode, enable_compilation_cache
 from nanoflow_jax.plan import PipelinePlan, PlanError, decode_plan
+from nanoflow_jax.workload import Workload, WorkloadError, parse_workload, steady_mix
 
 # Of a time limit, what may pass until measuring starts although some modes still compile.
 _COMPILE_SHARE = 0.5
@@ -79,7 +79,7 @@ def _prepare(args: argparse.Namespace, out: Path) -> tuple[Setup, dict[str, Any]
 
 def _check_fits(plan: PipelinePlan, args: argparse.Namespace) -> None:
     wanted = {"model": args.model, "tp": args.tp, "b_dense": args.b_dense, "decode_tokens": None}
-    wanted["decode_tokens"] = args.workload.decode_tokens(plan.b_dense)
+    wanted["decode_tokens"] = steady_mix(args.workload, plan.b_dense).decode_tokens
     for field, value in wanted.items():
         if value is not None and getattr(plan, field) != value:
             raise PlanError(f"{args.plan} has {field}={getattr(plan, field)}, asked for {value} (workload {args.workload})")
@@ -107,7 +107,7 @@ def _run(
     rows = variants(bench.on_gpu, args.kernels or bench.default_kernels, args.modes)
     record: dict[str, Any] = {
         "model": plan.model, "device": bench.devices[0].device_kind, "tp": plan.tp, "b_dense": plan.b_dense,
-        "decode_tokens": plan.decode_tokens, "workload": str(setup.workload), "context": setup.workload.decode_context,
+        "decode_tokens": plan.decode_tokens, "workload": str(setup.workload), "context": int(setup.workload.decode_context),
         "layers": list(setup.depths), "model_layers": setup.config.num_layers, "predicted_period_us": plan.period_us,
         "predicted_sequential_us": plan.prediction.sequential_us, "optimal": optimal, "jax": jax.__version__, "modes": {},
     }  # fmt: skip
@@ -239,7 +239,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--b-dense", type=int, help="tokens of the step, a multiple of 128")
     parser.add_argument(
-        "--workload", type=_workload, default=Workload(1024, 512), help="PROMPT:OUTPUT in tokens (default %(default)s)"
+        "--workload", type=_workload, default="1024:512", help="PROMPT:OUTPUT in tokens or a trace (default %(default)s)"
     )
     parser.add_argument("--plan", type=Path, help="a plan of python -m search plan; without, the search finds one")
     parser.add_argument("--hardware", help="what the search plans for (default: the device at hand)")
@@ -278,9 +278,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _workload(text: str) -> Workload:
     try:
-        return parse_workload(text)
-    except ValueError as error:
+        workload = parse_workload(text)
+    except WorkloadError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if workload.prompt_tokens < 1:
+        raise argparse.ArgumentTypeError(f"workload {text!r} has no prompt")
+    return workload
 
 
 def _modes(text: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import pack, packed_size
 from nanoflow_jax.checkpoints.random_weights import random_parameters
-from nanoflow_jax.compare.steady import Workload, steady_batch
+from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.runner import ExecutionMode, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
@@ -28,6 +28,7 @@ from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder, build_decoder
 from nanoflow_jax.parallel import make_mesh, parallel_layout
 from nanoflow_jax.plan import PipelinePlan
+from nanoflow_jax.workload import Workload
 from pallas_kernels.power import PowerError, PowerMeter
 
 # Steps of a burst: enough to hide the launch of the first, few enough to end before the clock falls.

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nanoflow_jax.compare.steady import Workload
+from nanoflow_jax.workload import Workload
 
 
 class SearchError(RuntimeError):

@@ -13,10 +13,11 @@ import pytest
 
 from nanoflow_jax.compare import command, measure, report
 from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
-from nanoflow_jax.compare.steady import Workload, parse_workload, steady_batch
+from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import ExecutionMode
 from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
+from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels.power import PowerMeter
 from tests.executor.made_up_trace import planned_trace
 from tests.executor.plans import random_plan
@@ -154,7 +155,8 @@ def test_a_plan_for_something_else_is_refused(plan_file, line, message, capsys) 
     [
         (["--b-dense", "128"], "without --plan, --model and --b-dense are needed"),
         (["--model", "llama3-8b", "--b-dense", "128", "--modes", "nano,warp"], "unknown modes warp"),
-        (["--model", "llama3-8b", "--b-dense", "128", "--workload", "1024"], "is not PROMPT:OUTPUT"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--workload", "1024"], "expected PROMPT:OUTPUT"),
+        (["--model", "llama3-8b", "--b-dense", "128", "--workload", "0:512"], "'0:512' has no prompt"),
         (["--model", "llama3-8b", "--b-dense", "128", "--layers", "2"], "--fewer-layers 2 must lie between"),
         (["--model", "llama3-8b", "--b-dense", "128", "--keep-xplane"], "--keep-xplane needs --out"),
         (["--model", "llama3-8b", "--b-dense", "128", "--time-limit", "0"], "--time-limit 0.0 must be positive"),
@@ -172,13 +174,13 @@ def test_a_device_that_the_search_does_not_know_is_refused(capsys) -> None:
 
 
 def test_the_search_finds_the_plan_and_the_optimum(tmp_path) -> None:
-    workload = Workload(512, 512)
+    workload = parse_workload("512:512")
     text = find_plan(
         "smollm2-135m", "h200", 1, 256, workload, profile="analytic", shares="constant", out=tmp_path / "plan.json"
     )
     plan = decode_plan(text)
     assert (plan.model, plan.device, plan.tp, plan.b_dense) == ("smollm2-135m", "h200", 1, 256)
-    assert plan.decode_tokens == workload.decode_tokens(256)
+    assert plan.decode_tokens == steady_mix(workload, 256).decode_tokens
     throughput, rate = optimal_throughput("llama3-8b", "h200", 1, 2048, workload)
     assert throughput == pytest.approx(655e12 / 2 / preset("llama3-8b").num_params, rel=0.01)
     assert rate == "measured sustained GEMM rate"
@@ -196,7 +198,7 @@ def test_a_run_without_watts_keeps_its_time_and_says_why(capsys: pytest.CaptureF
 
 def test_figures_are_those_of_the_whole_model() -> None:
     config = small_config(num_layers=10)
-    setup = measure.Setup(config, small_plan(tp=2), Workload(8, 8), (2, 6), 4, np.dtype("float32"))
+    setup = measure.Setup(config, small_plan(tp=2), parse_workload("8:8"), (2, 6), 4, np.dtype("float32"))
     timings = {
         2: measure.Timing(burst_s=3e-3, sustained_s=4e-3, watts=[1.0, 2.0]),
         6: measure.Timing(burst_s=7e-3, sustained_s=12e-3, watts=[600.0, 700.0]),
@@ -212,7 +214,7 @@ def test_figures_are_those_of_the_whole_model() -> None:
 
 
 def test_noise_is_no_period() -> None:
-    setup = measure.Setup(small_config(), small_plan(), Workload(8, 8), (1, 2), 4, np.dtype("float32"))
+    setup = measure.Setup(small_config(), small_plan(), parse_workload("8:8"), (1, 2), 4, np.dtype("float32"))
     row = report.figures(setup, dict.fromkeys((1, 2), measure.Timing(burst_s=1e-3, sustained_s=2e-3, watts=[])), None)
     assert row["burst"]["period_us"] is None
     assert row["sustained"]["deep_step_ms"] == 2
@@ -251,19 +253,9 @@ def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...])
         assert rows == ["sequential (cublas)", "sequential (mosaic)", "streams (mosaic)"]
 
 
-def test_workloads() -> None:
-    workload = parse_workload("1024:512")
-    assert (workload.decode_context, workload.decode_tokens(2048)) == (1280, 683)
-    assert str(workload) == "1024:512"
-    assert parse_workload("512:0").decode_tokens(2048) == 0
-    for text in ("512", "0:512", "a:b", "1:2:3", "-1:5"):
-        with pytest.raises(ValueError, match="is not PROMPT:OUTPUT"):
-            parse_workload(text)
-
-
 def test_the_batch_is_the_workloads_mix() -> None:
     # 13 of 48 tokens decode at 16 + 3 tokens; two prompts fit whole.
-    workload = Workload(16, 6)
+    workload = parse_workload("16:6")
     batch, num_pages = steady_batch(small_config(), workload, b_dense=48, page_size=4)
     assert int(batch.num_decode) == 13
     assert batch.q_lens[:17].tolist() == [1] * 13 + [16, 16, 3, 0]
@@ -274,5 +266,5 @@ def test_the_batch_is_the_workloads_mix() -> None:
     assert np.unique(batch.block_tables).max() == num_pages - 1
     assert batch.shape.num_rows == 48
     # Rows beyond the sequences come in tiles only.
-    large, _ = steady_batch(small_config(), Workload(1024, 512), b_dense=2048, page_size=64)
+    large, _ = steady_batch(small_config(), parse_workload("1024:512"), b_dense=2048, page_size=64)
     assert large.shape.num_rows == 128 * math.ceil((683 + 2) / 128)

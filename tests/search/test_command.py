@@ -10,13 +10,13 @@ import pytest
 
 from nanoflow_jax.config import preset
 from nanoflow_jax.plan import PipelinePlan, decode_plan, decode_plan_set
+from nanoflow_jax.workload import parse_workload, steady_mix
 from search import profile_table
 from search.__main__ import main
 from search.analytic import analytic_profile
 from search.auto_search import Options, auto_search
 from search.hardware import hardware
 from search.simulate import simulate
-from search.workload import parse_workload, steady_mix
 
 KEYS = [
     "model", "hardware", "b_dense", "nano_ops", "period_us", "sequential_us", "speedup", "lower_bound_us", "gap", "solve_s",

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.plan import TILE, PlanError, Resource
+from nanoflow_jax.workload import BatchMix
 from search.analytic import analytic_profile
 from search.hand_pipeline import hand_pipeline
 from search.hardware import hardware
 from search.problem import Costing
-from search.workload import BatchMix
 
 
 def costing(b_dense: int, decode_tokens: int) -> Costing:

@@ -24,6 +24,7 @@ from nanoflow_jax.executor.streams import where_it_is
 from nanoflow_jax.kernels import REFERENCE
 from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.plan import Partition, Resource, decode_plan
+from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels import reference
 from pallas_kernels.power import Mean, PowerError, PowerMeter
 from search import analytic, profile_table, profiler
@@ -44,7 +45,6 @@ from search.problem import Costing
 from search.profile_points import fewer_sms_requests, kernels_of, pairs_to_measure, requests
 from search.profile_table import Kernel, Pair, ProfileError, ProfileTable, lookup
 from search.profiling import BATCH, FAILURES_IN_A_ROW, Outcome, measure_profile, profile_command
-from search.workload import parse_workload, steady_mix
 from tests.kernels.aot import child_environment
 
 SLOWER = 1.1  # what everything in a pair takes more than alone on its SMs

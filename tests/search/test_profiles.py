@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nanoflow_jax.config import preset
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import Resource
+from nanoflow_jax.workload import parse_workload, steady_mix
 from search import profile_table
 from search.analytic import analytic_profile, kernel_work
 from search.hardware import hardware
@@ -25,7 +26,6 @@ from search.interference import (
 )
 from search.problem import Costing
 from search.profile_table import Kernel, Point, ProfileError, ProfileTable, Series, kernel_of, lookup
-from search.workload import parse_workload, steady_mix
 
 TABLE_3 = shipped_maps()["paper-table3"]
 H200 = shipped_maps()["h200-sustained"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanoflow_jax.config import preset
 from nanoflow_jax.plan import NanoBatch, Resource, validate
 from nanoflow_jax.runtime.plan_choice import choose_plan
+from nanoflow_jax.workload import parse_workload, steady_mix
 from search.analytic import analytic_profile
 from search.assemble import Intensity, Placed, Segment, fold
 from search.auto_search import Options, auto_search
@@ -19,7 +20,6 @@ from search.interference import Interference, InterferencePoint, performance, sh
 from search.plan_set import crossover, make_plan_set
 from search.resources import Allocation, Device, ideal, phased, serial, share_patterns
 from search.schedule import Arc, CyclicOrderError, Node, Schedule, shortest_period
-from search.workload import parse_workload, steady_mix
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
 TABLE_3 = shipped_maps()["paper-table3"]

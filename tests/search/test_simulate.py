@@ -8,6 +8,7 @@ import pytest
 
 from nanoflow_jax.config import preset
 from nanoflow_jax.plan import PipelinePlan, PlanError, edges
+from nanoflow_jax.workload import parse_workload, steady_mix
 from search.analytic import analytic_profile
 from search.assemble import fold
 from search.auto_search import Options, Outcome, auto_search
@@ -19,7 +20,6 @@ from search.schedule import as_solved, tighten
 from search.simulate import simulate
 from search.stage_one import Limits, StageOne, search_structure
 from search.structure import Structure, _Model, solve
-from search.workload import parse_workload, steady_mix
 
 replace = msgspec.structs.replace
 QUICK = Options(work=0.05, time_limit_s=120)

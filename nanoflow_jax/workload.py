@@ -12,14 +12,17 @@ class Workload:
     """Mean lengths of a request in tokens; `output_tokens == 0` is prompt processing alone."""
 
     name: str
-    prompt_tokens: float
-    output_tokens: float
+    prompt_tokens: int
+    output_tokens: int
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0 or self.output_tokens < 0 or self.prompt_tokens + self.output_tokens <= 0:
             raise WorkloadError(
                 f"workload {self.name!r}: lengths {self.prompt_tokens}:{self.output_tokens} must be >= 0, not both 0"
             )
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def decode_fraction(self) -> float:
@@ -71,7 +74,7 @@ def parse_workload(text: str) -> Workload:
     if text in TRACES:
         return TRACES[text]
     parts = text.split(":")
-    if len(parts) != 2 or not all(p.isdigit() for p in parts):
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts):
         raise WorkloadError(f"unknown workload {text!r}: expected PROMPT:OUTPUT or one of {', '.join(TRACES)}")
     return Workload(name=text, prompt_tokens=int(parts[0]), output_tokens=int(parts[1]))
 
