@@ -12,7 +12,7 @@ def steady_batch(config: ModelConfig, workload: Workload, b_dense: int, page_siz
     """A full batch of the workload's mix with pages in shuffled order, and the pages that its pool must have.
 
     The workload has a prompt. Decoding sequences all have the mean context; prompts come whole, the last one cut where the
-    batch ends. Rows are as many as there are sequences, rounded up to a tile: what an engine sized for this workload would compile.
+    batch ends. Rows are as many as there are sequences, rounded up to a tile: what an engine sized for this workload compiles.
     """
     rng = np.random.default_rng(0)
     mix = steady_mix(workload, b_dense)
