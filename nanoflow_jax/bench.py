@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     claim_device_memory(0.95)
     conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
     longest = max(each.total for each in conversations) if conversations else args.input + args.output
+    if args.model in PRESETS and longest > PRESETS[args.model].max_context:
+        raise SystemExit(f"{longest} tokens do not fit the context of {args.model}, {PRESETS[args.model].max_context}")
     peer = run_peer(args) if args.peer_python else None
     plans = read_plans(args.plan) if args.plan else None
     llm = LLM(
@@ -89,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             plans=plans,
             kernels=args.kernels,
             kv_offload="both" if args.kv_host_gb else "off",
+            greedy_only=True,
         ),
         cache_dir=args.cache_dir,
         sync=args.sync,

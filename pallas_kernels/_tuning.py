@@ -10,21 +10,34 @@ from pallas_kernels._gemm_config import GemmConfig
 
 TABLES = {"NVIDIA H200": "h200.json"}
 """Tuned tables by device kind."""
+# A configuration that timing has chosen somewhere is preferred to one by arithmetic unless that says so much more.
+_TRUSTED = 1.02
 
 
+@functools.cache
 def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> GemmConfig:
-    """The configuration tuned for this N, K and number of SMs and the nearest M that is no smaller, else the largest.
+    """The configuration tuned for this shape and number of SMs; else the one that should be fastest by `_gemm_cost`.
 
-    For other shapes and numbers of SMs the one that should be fastest by `_gemm_cost`. That one has no clusters: with other
-    kernels on the remaining SMs, the free ones need not lie together in the groups that clusters want, and a cluster that finds
-    no place runs after all the others.
+    That is chosen among those tuned for other M of the shape and all without clusters: with other kernels on the remaining SMs,
+    the free ones need not lie together in the groups that clusters want, and a cluster that finds no place runs after all the
+    others. A configuration tuned for the next M will not do unseen: what fills waves there may leave half of one empty here.
     """
-    return _tuned("gemm", device_kind, m, n, k, swiglu, num_sms) or _gemm_cost.fastest(m, n, k, swiglu=swiglu, num_sms=num_sms)
+    tuned = {e["m"]: GemmConfig(**e["config"]) for e in _entries("gemm", device_kind, n, k, swiglu, num_sms)}
+    if m in tuned:
+        return tuned[m]
+    seconds = functools.partial(_gemm_cost.predicted_seconds, m=m, n=n, k=k, swiglu=swiglu, num_sms=num_sms)
+    untuned = _gemm_cost.fastest(m, n, k, swiglu=swiglu, num_sms=num_sms)
+    best = min(tuned.values(), key=seconds, default=untuned)
+    return best if seconds(best) < _TRUSTED * seconds(untuned) else untuned
 
 
 def grouped_gemm_config(device_kind: str, m: int, n: int, k: int, *, experts: int, swiglu: bool, num_sms: int) -> GemmConfig:
-    """As `gemm_config` among those tuned for grouped products, on any number of SMs; else a rule for the mean group."""
-    return _tuned("grouped_gemm", device_kind, m, n, k, swiglu, None) or _grouped_rule(max(1, m // experts), swiglu=swiglu)
+    """Of those tuned for the grouped product of this N and K, on any number of SMs, the one for the nearest M that is no
+    smaller, else for the largest; without any a rule for the mean group."""
+    entries = _entries("grouped_gemm", device_kind, n, k, swiglu, None)
+    if not entries:
+        return _grouped_rule(max(1, m // experts), swiglu=swiglu)
+    return GemmConfig(**min(entries, key=lambda e: (e["m"] < m, abs(e["m"] - m)))["config"])
 
 
 def _grouped_rule(rows: int, *, swiglu: bool) -> GemmConfig:
@@ -36,17 +49,11 @@ def _grouped_rule(rows: int, *, swiglu: bool) -> GemmConfig:
     return GemmConfig(tile_m=256, tile_n=128)
 
 
-def _tuned(kernel: str, device_kind: str, m: int, n: int, k: int, swiglu: bool, num_sms: int | None) -> GemmConfig | None:
+def _entries(kernel: str, device_kind: str, n: int, k: int, swiglu: bool, num_sms: int | None) -> list[dict[str, Any]]:
+    """The device's table for one shape and, unless it is None, one number of SMs."""
     shape = (n, k, swiglu)
-    entries = [
-        e
-        for e in load(device_kind).get(kernel, ())
-        if (e["n"], e["k"], e["swiglu"]) == shape and num_sms in (None, e["num_sms"])
-    ]
-    if not entries:
-        return None
-    nearest = min(entries, key=lambda e: (e["m"] < m, abs(e["m"] - m)))
-    return GemmConfig(**nearest["config"])
+    table = load(device_kind).get(kernel, ())
+    return [e for e in table if (e["n"], e["k"], e["swiglu"]) == shape and num_sms in (None, e["num_sms"])]
 
 
 @functools.cache

@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ending = asyncio.run(serve(backend, config, bound, args.address_file))
             if ending is not Ending.HUNG and not engine.close(args.kv_close_timeout):
                 _log.warning("the SSD did not take all of the cache in %g s", args.kv_close_timeout)
-    except (CheckpointError, TokenizerError, ChatTemplateError, DirectoryInUseError, ValueError, OSError) as error:
+    except (CheckpointError, TokenizerError, ChatTemplateError, DirectoryInUseError, ValueError, OSError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

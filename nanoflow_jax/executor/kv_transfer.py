@@ -13,6 +13,7 @@ stretch of the page. K counts the heads of all ranks.
 """
 
 import dataclasses
+import weakref
 from typing import Any
 
 import jax
@@ -113,6 +114,27 @@ class LeavingKV:
 def leaving_sharding(mesh: jax.sharding.Mesh, *, to_host: bool) -> NamedSharding:
     """Of a group that leaves a step: in pinned host memory, or where the device keeps its results."""
     return NamedSharding(mesh, NEW_KV_PARTITION, memory_kind="pinned_host" if to_host else None)
+
+
+def transfer_memory(num_bytes: int, mesh: jax.sharding.Mesh) -> np.ndarray:
+    """uint8[num_bytes] of host memory that GPUs copy from directly; plain memory for CPUs.
+
+    Copies from other memory first go through a buffer of the runtime's, at the speed of one core. Mapping such memory for the
+    GPU also makes the system provide all of it now. It is unmapped when the array goes.
+
+    Raises:
+      MemoryError: there is not so much, or the system lets nobody pin so much.
+    """
+    memory = np.empty(num_bytes, np.uint8)
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu" and num_bytes:
+        client, address = device.client, memory.ctypes.data
+        try:
+            client.dma_map(address, num_bytes)
+        except jax.errors.JaxRuntimeError as error:
+            raise MemoryError(f"{num_bytes / 2**30:.2f} GiB of host memory cannot be mapped for the GPU: {error}") from error
+        weakref.finalize(memory, client.dma_unmap, address).atexit = False
+    return memory
 
 
 def stage_pages(pages: np.ndarray, form: PageFormat, mesh: jax.sharding.Mesh) -> jax.Array:

@@ -63,6 +63,8 @@ class RunnerConfig:
       kernels: see `nanoflow_jax.kernels`; "auto" takes what is best on the device at hand.
       kv_offload: "on" compiles steps that also hand out K and V of their tokens, and what brings pages back (see
         `kv_transfer`); "both" compiles the plain steps too, for comparing.
+      greedy_only: compiles no sampling but the greedy one, without log-probabilities: steps that need another cannot be
+        launched. For benchmarks, which start sooner that way.
     """
 
     b_dense: int = 256
@@ -75,6 +77,7 @@ class RunnerConfig:
     plans: PlanSet | None = None
     kernels: KernelChoice | Literal["auto"] = "auto"
     kv_offload: KVOffload = "off"
+    greedy_only: bool = False
 
     def __post_init__(self) -> None:
         for field in ("b_dense", "max_sequences", "page_size"):
@@ -163,6 +166,9 @@ class ModelRunner:
             self.page_format = page_format(config, layout, options.page_size, dtype, on_gpu=self._on_gpu)
         # Steps without offload, with it, or both.
         self._offloads = [flag for flag in (False, True) if options.kv_offload in ("both", "on" if flag else "off")]
+        self._sampling = [(SamplingMode.GREEDY, 0)]
+        if not options.greedy_only:
+            self._sampling = list(itertools.product(SamplingMode, (0, MAX_LOGPROBS)))
         self._forwards: dict[tuple[BatchShape, int | None, bool], Any] = {}
         self._page_writers: dict[int, Any] = {}
         self._samplers: dict[tuple[BatchShape, SamplingMode, int], Any] = {}
@@ -180,7 +186,7 @@ class ModelRunner:
         """
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
-        samplers = list(itertools.product(self.shapes, SamplingMode, (0, MAX_LOGPROBS)))
+        samplers = [(shape, *sampling) for shape, sampling in itertools.product(self.shapes, self._sampling)]
         jobs: list[tuple[str, dict, Any, Callable[[], Any]]] = []
         for (shape, index), offload in itertools.product(steps, self._offloads):
             plan = None if index is None else self.plans[index]
@@ -217,7 +223,7 @@ class ModelRunner:
           offload: hand out K and V of the step's tokens.
 
         Raises:
-          KeyError: `batch` has a shape that `warm_up` did not compile, or such steps were not compiled with this `offload`.
+          KeyError: `warm_up` did not compile what the batch needs: its shape, with this `offload`, its kind of sampling.
         """
         if not 0 <= num_logprobs <= MAX_LOGPROBS:
             raise ValueError(f"{num_logprobs=} must lie in [0, {MAX_LOGPROBS}]")
@@ -231,6 +237,10 @@ class ModelRunner:
         if new_kv and self._on_gpu:  # what the step has not moved there itself
             new_kv = jax.device_put(new_kv, kv_transfer.leaving_sharding(self.mesh, to_host=True))
         return InFlightStep(packed_result, width, tuple(new_kv))
+
+    def transfer_memory(self, num_bytes: int) -> np.ndarray:
+        """`kv_transfer.transfer_memory` for this runner's devices: what pages should lie in to be staged fast."""
+        return kv_transfer.transfer_memory(num_bytes, self.mesh)
 
     def stage_pages(self, pages: np.ndarray) -> jax.Array:
         """`kv_transfer.stage_pages` for this runner's pool; may be called on any thread."""

@@ -30,6 +30,8 @@ _MOST_PATIENCE_S = 10.0
 class PageTarget(Protocol):
     """What loads need of the runner; see `executor.runner.ModelRunner`."""
 
+    def transfer_memory(self, num_bytes: int) -> np.ndarray: ...
+
     def stage_pages(self, pages: np.ndarray) -> Any: ...
 
     def write_pages(self, staged: Any, page_ids: np.ndarray) -> None: ...
@@ -107,7 +109,7 @@ class Loads:
         self._chunk_sizes = chunk_sizes
         self._worth = worth
         # Used by one copy after the other, each of which waits for the device.
-        self._buffer = np.zeros((chunk_sizes[-1], store.page_bytes), np.uint8)
+        self._buffer = target.transfer_memory(chunk_sizes[-1] * store.page_bytes).reshape(-1, store.page_bytes)
         self._window = max(1, _WINDOW_BYTES // (chunk_sizes[-1] * store.page_bytes))
         self._in_flight = 0
         self._active: list[Load] = []

@@ -21,7 +21,7 @@ class TierOptions:
     """Sizes of the memory tiers.
 
     Attributes:
-      host_bytes: of host memory; pages are mapped as they are filled.
+      host_bytes: of host memory; beside a GPU all of it is provided, and pinned, at the start.
       ssd_directory, ssd_bytes: second tier, off without them; the directory belongs to one engine.
 
     Raises:
@@ -98,6 +98,7 @@ def open_store(runner: OffloadingRunner, options: TierOptions) -> KVStore:
       ValueError: the host tier does not hold a few pages.
       DirectoryInUseError: another engine has the directory.
       OSError: the directory cannot be used.
+      MemoryError: there is not so much host memory, or so much cannot be pinned.
     """
     form = runner.page_format
     if options.host_bytes < 2 * form.page_bytes:
@@ -113,6 +114,7 @@ def open_store(runner: OffloadingRunner, options: TierOptions) -> KVStore:
         identity,
         form.page_bytes,
         host_bytes=options.host_bytes,
+        host_buffer=runner.transfer_memory(options.host_bytes),
         ssd_directory=None if options.ssd_directory is None else str(options.ssd_directory),
         ssd_bytes=options.ssd_bytes,
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nanoflow_jax.config import PRESETS, preset
-from nanoflow_jax.executor.kv_transfer import PageFormat, lower_write_pages, page_format, stage_pages
+from nanoflow_jax.executor.kv_transfer import PageFormat, lower_write_pages, page_format, stage_pages, transfer_memory
 from nanoflow_jax.kv_cache import KVCache, create_kv_cache
 from nanoflow_jax.parallel import make_mesh, parallel_layout
 
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     form = page_format(config, layout, args.page_size, dtype, on_gpu=device.platform == "gpu")
     count = -(-args.pages // form.chunk_sizes[-1]) * form.chunk_sizes[-1]
     cache = create_kv_cache(config, layout, mesh, num_pages=count + 1, page_size=args.page_size, dtype=dtype)
-    host = np.random.default_rng(0).integers(0, 256, (count, form.page_bytes), np.uint8)
+    host = transfer_memory(count * form.page_bytes, mesh).reshape(count, form.page_bytes)
+    host[:] = np.random.default_rng(0).integers(0, 256, host.shape, np.uint8)
     seconds = measure(form, cache, mesh, host, args.repeat)
     rates = {name: host.nbytes / value / 1e9 for name, value in seconds.items()}
     print(f"{args.model} on {device.device_kind}: {count} pages of {form.page_bytes / 2**10:.0f} KiB, jax {jax.__version__}")

@@ -183,6 +183,9 @@ class MockRunner:
     def weights_checksum(self) -> str:
         return "mock"
 
+    def transfer_memory(self, num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes, np.uint8)
+
     def stage_pages(self, pages: np.ndarray) -> Staged:
         assert len(pages) in self.page_format.chunk_sizes
         return Staged(self, pages)
