@@ -23,6 +23,9 @@ _CLEAR = 1.5e-6  # the launch that clears semaphores
 _STEP = 0.205e-6  # from barrier to barrier, however little there is to multiply
 _OUT_OF_STEP = 1.26  # loads of cut tiles: their CTAs share less of them in the L2 cache
 _EXCHANGE = 2.0e-6  # of a cluster along k, besides the sums
+# Beside decode attention on 32 SMs all GEMMs slow down, those with small tiles more than others, those out of step most.
+_LOADS_BESIDE = 1.3
+_CUT_BESIDE = 1.2
 # Of a tile with 256 x 128 sums:
 _STORE = 0.3e-6  # the rest hides behind the next tile's loads
 _LEAVE = 1.4e-6
@@ -30,8 +33,11 @@ _ADD = 5.75e-6
 _TRADE = 5.4e-6  # in a cluster along k, times the part of the tile that a CTA leaves to the others
 
 
-def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> float:
-    """The slowest CTA's steps and epilogues, or the time of the operands' bytes if that is longer, and what comes on top."""
+def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> float:
+    """The slowest CTA's steps and epilogues, or the time of the operands' bytes if that is longer, and what comes on top.
+
+    `beside`: something that streams from memory runs on the other SMs.
+    """
     halves = 2 if swiglu else 1
     workers = num_sms // config.cluster
     m_tiles, n_tiles = _mosaic.cdiv(m, config.segment_m), _mosaic.cdiv(n, config.tile_n)
@@ -41,7 +47,7 @@ def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: boo
     shared_b = config.cluster if config.cluster_along == "m" else 1
     flops = 2 * config.tile_m * columns * config.tile_k
     loaded = 2 * (config.tile_m + columns / shared_b) * config.tile_k
-    multiplied, fetched = flops / _FLOPS_PER_SM, loaded / _LOAD_BYTES_PER_S
+    multiplied, fetched = flops / _FLOPS_PER_SM, loaded / _LOAD_BYTES_PER_S * (_LOADS_BESIDE if beside else 1.0)
     # Cubes: a step somewhat over the shortest one costs nearly its own time, one under it nearly the shortest.
     in_step, out_of_step = ((max(multiplied, f) ** 3 + _STEP**3) ** (1 / 3) for f in (fetched, fetched * _OUT_OF_STEP))
     size = config.tile_m * columns / (256 * 128)
@@ -57,14 +63,15 @@ def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: boo
         worker += segments * (_EXCHANGE + size * _TRADE * (along_k - 1) / along_k)
     operands = 2 * (m * k + k * n * halves + m * n) / _HBM_BYTES_PER_S
     faster, slower = sorted((float(worker.max()), operands))
-    return _LAUNCH + (_CLEAR if parts.any() else 0.0) + slower + _OVERLAPPED * faster
+    seconds = _LAUNCH + (_CLEAR if parts.any() else 0.0) + slower + _OVERLAPPED * faster
+    return seconds * _CUT_BESIDE if beside and parts.any() else seconds
 
 
 @functools.cache
-def fastest(m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> GemmConfig:
+def fastest(m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> GemmConfig:
     """The configuration without clusters that should be fastest."""
     found = [c for tile in tiles(m, swiglu=swiglu) for c in cuts(tile)]
-    return min(found, key=lambda c: predicted_seconds(c, m, n, k, swiglu=swiglu, num_sms=num_sms))
+    return min(found, key=lambda c: predicted_seconds(c, m, n, k, swiglu=swiglu, num_sms=num_sms, beside=beside))
 
 
 def tiles(m: int, *, swiglu: bool) -> list[GemmConfig]:

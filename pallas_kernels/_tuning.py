@@ -15,18 +15,22 @@ _TRUSTED = 1.02
 
 
 @functools.cache
-def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_sms: int) -> GemmConfig:
+def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> GemmConfig:
     """The configuration tuned for this shape and number of SMs; else the one that should be fastest by `_gemm_cost`.
 
     That is chosen among those tuned for other M of the shape and all without clusters: with other kernels on the remaining SMs,
     the free ones need not lie together in the groups that clusters want, and a cluster that finds no place runs after all the
     others. A configuration tuned for the next M will not do unseen: what fills waves there may leave half of one empty here.
+
+    Args:
+      beside: something else runs on the device's other SMs.
     """
     tuned = {e["m"]: GemmConfig(**e["config"]) for e in _entries("gemm", device_kind, n, k, swiglu, num_sms)}
     if m in tuned:
         return tuned[m]
-    seconds = functools.partial(_gemm_cost.predicted_seconds, m=m, n=n, k=k, swiglu=swiglu, num_sms=num_sms)
-    untuned = _gemm_cost.fastest(m, n, k, swiglu=swiglu, num_sms=num_sms)
+    given = {"m": m, "n": n, "k": k, "swiglu": swiglu, "num_sms": num_sms, "beside": beside}
+    seconds = functools.partial(_gemm_cost.predicted_seconds, **given)
+    untuned = _gemm_cost.fastest(**given)
     best = min(tuned.values(), key=seconds, default=untuned)
     return best if seconds(best) < _TRUSTED * seconds(untuned) else untuned
 

@@ -54,7 +54,8 @@ def gemm(
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
     if config is None:
-        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms)
+        beside = num_sms < device.num_sms
+        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms, beside=beside)
     if config.cluster > min(num_sms, _mosaic.cdiv(k, config.tile_k)):
         raise ValueError(f"gemm: {config} has clusters larger than {num_sms=} or than the steps that K={k} has")
     out = _gemm(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _tuning, gemm, reference
+from pallas_kernels._gemm_schedule import PARTIAL, schedule
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
 from pallas_kernels._tuning import GemmConfig
 from tests.kernels import aot
@@ -159,7 +160,7 @@ def test_refuses_by_name():
             gemm(a, b, num_sms=4, config=dataclasses.replace(_64X64, cluster=2, cluster_along="k"))
 
 
-def test_tuned_entries_fit_and_the_nearest_is_taken():
+def test_tuned_entries_fit_and_other_sizes_go_by_arithmetic():
     table = _tuning.load("NVIDIA H200")
     assert table["gemm"]
     for kernel in ("gemm", "grouped_gemm"):
@@ -169,8 +170,12 @@ def test_tuned_entries_fit_and_the_nearest_is_taken():
     by_m = {e["m"]: GemmConfig(**e["config"]) for e in entries}
     lookup = functools.partial(_tuning.gemm_config, n=6144, k=4096, swiglu=False, num_sms=132)
     assert lookup("NVIDIA H200", 2048) == by_m[2048]
-    assert lookup("NVIDIA H200", 1088) == by_m[2048], "the next larger M"
-    assert lookup("NVIDIA H200", 1 << 20) == by_m[max(by_m)]
+    # 1088 rows in the tiles for 2048 would be two waves, the second of one row of tiles.
+    assert lookup("NVIDIA H200", 1088) != by_m[2048]
+    for m in range(64, 4160, 64):
+        seconds = functools.partial(_gemm_cost.predicted_seconds, m=m, n=6144, k=4096, swiglu=False, num_sms=132)
+        best = min(map(seconds, [*by_m.values(), _gemm_cost.fastest(m, 6144, 4096, swiglu=False, num_sms=132)]))
+        assert m in by_m or seconds(lookup("NVIDIA H200", m)) < 1.03 * best
     by_arithmetic = _gemm_cost.fastest(2048, 6144, 4096, swiglu=False, num_sms=132)
     assert lookup("NVIDIA H100", 2048) == by_arithmetic
 
@@ -182,6 +187,13 @@ def test_tuned_entries_are_for_their_number_of_sms(monkeypatch):
     lookup = functools.partial(_tuning.gemm_config, "any", 512, 64, 64, swiglu=False)
     assert lookup(num_sms=132) == config
     assert lookup(num_sms=124).cluster == 1
+
+
+def test_beside_other_kernels_tiles_stay_whole():
+    for n, k in ((6144, 4096), (4096, 4096), (4096, 14336)):
+        config = _gemm_cost.fastest(1024, n, k, swiglu=False, num_sms=100, beside=True)
+        table = schedule(-(-1024 // config.tile_m), -(-n // config.tile_n), k // 64, 100, config)
+        assert not table[..., PARTIAL].any()
 
 
 def aot_cases() -> dict[str, Any]:
