@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import kv_transfer, nano_batch, sequential
+from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, describe_arrays, obtain
 from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
@@ -43,8 +43,8 @@ PLAN_OPTIONS = {
 }
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
-
-Progress = Callable[[str, int, int], None]
+# Leading bits of the number of pages that fit which count; the rest, at most 0.2 %, stays free.
+_POOL_BITS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,7 @@ class ModelRunner:
       pages_per_seq: columns of a block table; bounds prompt plus output of a sequence.
       plan_set, plans: what a step may be launched with; None and empty in mode "sequential".
       num_compilations: executables compiled so far; constant once `warm_up` has returned.
+      num_loaded: executables that `warm_up` found on disk.
       page_format: of pages outside the pool; None if nothing for them is compiled.
     """
 
@@ -151,7 +152,7 @@ class ModelRunner:
         self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq, on_gpu=self._on_gpu)
         self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
-        self.num_compilations = 0
+        self.num_compilations = self.num_loaded = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
         self._graph, self._weights = nnx.split(decoder)
@@ -178,41 +179,36 @@ class ModelRunner:
         """Bytes of the pool over all ranks."""
         return sum(pages.nbytes for pages in (*self._cache.k_pages, *self._cache.v_pages))
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every executable that a step can need.
+    def warm_up(self, progress: Progress | None = None, cache_dir: Path | None = None) -> None:
+        """Compiles every executable that a step can need, or loads it.
 
         Args:
-          progress: called with (what is compiled next, done, total).
+          progress: called with (what is done or under way, done, total).
+          cache_dir: where executables of earlier starts are looked for, and those compiled now are kept; see `executables`.
         """
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
-        samplers = [(shape, *sampling) for shape, sampling in itertools.product(self.shapes, self._sampling)]
-        jobs: list[tuple[str, dict, Any, Callable[[], Any]]] = []
+        jobs: list[Job] = []
+        places: list[tuple[dict, Any]] = []
         for (shape, index), offload in itertools.product(steps, self._offloads):
             plan = None if index is None else self.plans[index]
             by_plan = f" by a plan for {plan.decode_tokens} decoding" if plan else ""
             lower = functools.partial(self._lower_forward, shape, plan, offload)
-            jobs.append((f"step of {shape.num_tokens} tokens{by_plan}", self._forwards, (shape, index, offload), lower))
-        for key in samplers:
-            shape, mode, _ = key
-            lower = functools.partial(self._lower_sampler, *key)
-            jobs.append((f"{mode.value} sampling of {shape.num_rows} rows", self._samplers, key, lower))
+            jobs.append(Job(f"step of {shape.num_tokens} tokens{by_plan}", lower))
+            places.append((self._forwards, (shape, index, offload)))
+        for shape, (mode, num_logprobs) in itertools.product(self.shapes, self._sampling):
+            lower = functools.partial(self._lower_sampler, shape, mode, num_logprobs)
+            jobs.append(Job(f"{mode.value} sampling of {shape.num_rows} rows", lower))
+            places.append((self._samplers, (shape, mode, num_logprobs)))
         for size in self.page_format.chunk_sizes if self.page_format else ():
-            lower = functools.partial(self._lower_page_writer, size)
-            jobs.append((f"writing {size} pages", self._page_writers, size, lower))
-        report, total = progress or (lambda *_: None), len(jobs)
-        # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiling: dict[Future, tuple[str, dict, Any]] = {}
-            for done, (name, executables, key, lower) in enumerate(jobs):
-                report(f"lowering: {name}", done, 2 * total)
-                compiling[pool.submit(lower().compile)] = (name, executables, key)
-            for done, finished in enumerate(as_completed(compiling), start=total):
-                name, executables, key = compiling[finished]
-                executables[key] = finished.result()
-                self.num_compilations += 1
-                report(f"compiled: {name}", done, 2 * total)
-        report("ready", 2 * total, 2 * total)
+            jobs.append(Job(f"writing {size} pages", functools.partial(self._lower_page_writer, size)))
+            places.append((self._page_writers, size))
+        store = ExecutableStore(cache_dir, [*self.mesh.devices.flat], self._lowered_from()) if cache_dir else None
+        compiled, num_loaded = obtain(jobs, store, progress)
+        for (executables, key), executable in zip(places, compiled, strict=True):
+            executables[key] = executable
+        self.num_loaded += num_loaded
+        self.num_compilations += len(jobs) - num_loaded
 
     def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.
@@ -284,13 +280,24 @@ class ModelRunner:
         # More than every sequence at full length can never be used.
         useful = 1 + options.max_sequences * self.pages_per_seq
         reserve = 0 if free is None else self._activation_bytes(options)
-        return min(useful, pages_that_fit(budget, bytes_per_page, reserve_bytes=reserve))
+        pages = pages_that_fit(budget, bytes_per_page, reserve_bytes=reserve)
+        # Free memory is not the same to the byte in every start; the pool's size should be, or nothing on disk fits it.
+        return min(useful, pages >> (unit := max(0, pages.bit_length() - _POOL_BITS)) << unit)
 
     def _activation_bytes(self, options: RunnerConfig) -> int:
         """An upper estimate of a step's temporaries: the logits twice in float32, and a few layers' widest activations."""
         widest = max(2 * self._layout.padded_d_ff * max(1, self.config.experts_per_token), 4 * self.config.d_model)
         vocab = self.config.vocab_size
         return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
+
+    def _lowered_from(self) -> str:
+        """All that `_lower_forward`, `_lower_page_writer` and `_lower_sampler` take from this object."""
+        arrays = describe_arrays((self._weights, self._cache, self._last_tokens))
+        facts = (
+            self.config, self._layout, self.mesh, self._graph, self._mode, self._kernels, self._num_sms, self._on_gpu,
+            self.page_format, self._replicated,
+        )  # fmt: skip
+        return f"{facts}\n{arrays}"
 
     def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None, offload: bool) -> Any:
         automatic = best_choice(self.mesh.devices.flat[0], budgeted=plan is not None)
@@ -402,7 +409,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
-    """Keeps compiled executables on disk, so that the next start of the same model loads them. Process-wide; call it first."""
+    """Keeps what XLA compiles on disk, so that it compiles no program twice. Process-wide; call it first."""
     jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
