@@ -1,16 +1,23 @@
 """From steps to the store: K and V of each step's tokens, as they leave the device, become pages of the memory tiers.
 
-A page may take many steps to fill. Its tokens gather in the staging area, which has room for one unfinished page per table row,
-a running sequence having no more; pages that one step fills are stored from where the step's copy lies. All of that happens on
-one thread, step after step, so what a row's next owner stages cannot meet what the last one left.
+Every byte is copied once, from where the step left it to its place in the host tier. A page may take many steps to fill, so it
+has its slot there from its first token on. A table row, a running sequence, has one such unfinished page at most; with the last
+token it gets its name and can be found. All decisions are made on one thread, step after step, with numpy over a step's pages,
+and a few other threads copy: for long stretches without the interpreter's lock, which the engine's thread needs.
+
+An unfinished page is given up, and its slot back, when tokens come for its row that do not continue it, when its sequence has
+no more tokens there, and by `drain` and `stop`. Such pages hold half of the slots at most, so that they never keep others out.
 
 The names of pages come from the engine's thread: when a step's successor has been consumed, and not before, the ids of all its
 tokens are known.
 """
 
 import dataclasses
+import itertools
+import os
+import time
 from collections.abc import Sequence as Sized
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -18,10 +25,16 @@ import numpy as np
 from nanoflow_jax.runtime.batcher import FormedStep
 from nanoflow_jax.runtime.kv_store import KVStore
 from nanoflow_jax.runtime.kv_store.workers import Workers
-from nanoflow_jax.runtime.sequences import SequenceTable
+from nanoflow_jax.runtime.sequences import Phase, SequenceTable
 
 # Copies of steps that may exist at once. More would only hide for longer that the host cannot keep up.
 IN_FLIGHT_BYTES = 1 << 30
+# One core copies 10 GB/s, half of what the fastest steps bring; four come close to what the memory of a server gives.
+_COPY_THREADS = min(4, os.cpu_count() or 1)
+# What one thread copies at a time is at least this much, where there is so much: handing it over costs some 50 microseconds.
+_MIN_COPY_BYTES = 1 << 20
+# Tokens that do not lie together are gathered first, as many at a time as a core's cache holds.
+_GATHER_BYTES = 1 << 19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +46,7 @@ class StepTokens:
       rows: table rows; `owners` tells one owner of a row from the next.
       positions, lengths: of the stretches, in their sequences; `places` in the step.
       names: stretch -> digests of the pages that it completes.
+      running: the owner of every table row, -1 where no tokens of one will follow this step.
     """
 
     arrays: Sized[Any]
@@ -42,6 +56,40 @@ class StepTokens:
     lengths: np.ndarray
     places: np.ndarray
     names: dict[int, list[bytes]]
+    running: np.ndarray
+
+
+class Pieces:
+    """A step's stretches cut at the ends of pages: arrays over all pieces, in order.
+
+    Attributes:
+      stretch: which one it belongs to; `heads` are the pieces that stretches begin with.
+      offset, count: tokens of the page that it covers; `place` of the first in the step.
+      ending: with it, the page is complete.
+      names: digests of pages that are complete and known by name, else None.
+      slots: of the host tier, -1 where the page is not kept.
+    """
+
+    def __init__(self, step: StepTokens, page_size: int) -> None:
+        ends = step.positions + step.lengths
+        first = step.positions // page_size
+        counts = -(-ends // page_size) - first
+        self.heads = np.cumsum(counts) - counts
+        self.stretch = np.repeat(np.arange(counts.size), counts)
+        page = _ranges(first, counts)
+        begin = np.maximum(page * page_size, step.positions[self.stretch])
+        self.count = np.minimum((page + 1) * page_size, ends[self.stretch]) - begin
+        self.offset = begin % page_size
+        self.place = step.places[self.stretch] + begin - step.positions[self.stretch]
+        self.ending = self.offset + self.count == page_size
+        self.names: list[bytes | None] = [None] * page.size
+        for i, digests in step.names.items():
+            self.names[self.heads[i] : self.heads[i] + len(digests)] = digests
+        self.slots = np.full(page.size, -1)
+
+    def complete(self) -> np.ndarray:
+        """Indices of pieces that complete a page with a name."""
+        return np.array([i for i in np.flatnonzero(self.ending).tolist() if self.names[i] is not None], np.int64)
 
 
 class Offload:
@@ -56,12 +104,14 @@ class Offload:
         self.num_dropped = 0
         self._store = store
         self._page_size = page_size
+        self._num_groups = num_groups
+        # [slots, groups, page_size] of tokens, flat.
+        self._memory = store.host_pages.reshape(-1, store.page_bytes // (num_groups * page_size))
         self._workers = Workers("kv-offload", 1, max_waiting=IN_FLIGHT_BYTES, faults=store.faults)
-        token_bytes = store.page_bytes // (page_size * num_groups)
-        # Untouched memory is not mapped.
-        self._staged = [np.empty((num_rows, page_size, token_bytes), np.uint8) for _ in range(num_groups)]
-        # Whose tokens a row's staged page holds, all up to which position; -1: nobody's.
-        self._owner = np.full(num_rows, -1, np.int64)
+        self._copiers = ThreadPoolExecutor(_COPY_THREADS, "kv-copy")
+        # Of each row: the slot of its unfinished page, -1 if none is kept; whose tokens it has, all up to which position.
+        self._slots = np.full(num_rows, -1)
+        self._owners = np.full(num_rows, -1, np.int64)
         self._next = np.zeros(num_rows, np.int64)
 
     def take(self, step: FormedStep, arrays: Sized[Any], table: SequenceTable) -> None:
@@ -70,6 +120,7 @@ class Offload:
         Args:
           arrays: `new_kv` of the launched step.
         """
+        assert len(arrays) == self._num_groups, f"{len(arrays)} arrays for {self._num_groups} groups of layers"
         num_bytes, waiting = sum(array.nbytes for array in arrays), self._workers.waiting
         if waiting and waiting + num_bytes > IN_FLIGHT_BYTES:
             self.num_dropped += step.num_tokens
@@ -87,15 +138,22 @@ class Offload:
             lengths=lengths,
             places=step.batch.q_starts[:count],
             names=self._names(step, ends, lengths, table),
+            running=np.where((table.phase == Phase.FREE) | (table.phase == Phase.ENDING), -1, table.arrival),
         )
         self._workers.submit(lambda: self._store_step(tokens), weight=num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until everything taken has been given to the store; False if that takes longer."""
+        """Waits until everything taken is in the store, and gives up unfinished pages; False if that takes longer."""
+        self._workers.submit(self._give_up_all, follow_up=True)
         return self._workers.drain(timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        return self._workers.stop(timeout_s)
+        """Drains and ends the threads; False if that takes longer."""
+        self._workers.submit(self._give_up_all, follow_up=True)
+        stopped = self._workers.stop(timeout_s)
+        if stopped:
+            self._copiers.shutdown()
+        return stopped
 
     def _names(self, step: FormedStep, ends: np.ndarray, lengths: np.ndarray, table: SequenceTable) -> dict[int, list[bytes]]:
         first, last = (ends - lengths) // self._page_size, ends // self._page_size
@@ -110,58 +168,90 @@ class Offload:
 
     # On the worker's thread
 
-    def _store_step(self, tokens: StepTokens) -> None:
-        arrays = [np.asarray(array) for array in tokens.arrays]  # waits for the copies
-        rows = [array.reshape(len(array), -1).view(np.uint8) for array in arrays]
-        offsets = tokens.positions % self._page_size
-        continued = (self._owner[tokens.rows] == tokens.owners) & (self._next[tokens.rows] == tokens.positions)
-        whole = continued | (offsets == 0)
-        single = whole & (tokens.lengths == 1)
-        for staged, group in zip(self._staged, rows, strict=True):
-            staged[tokens.rows[single], offsets[single]] = group[tokens.places[single]]
-        puts: list[Future[int]] = []
-        for i in np.flatnonzero(single & (offsets == self._page_size - 1)).tolist():
-            puts += self._put_staged(int(tokens.rows[i]), tokens.names.get(i, []))
-        for i in np.flatnonzero(~single).tolist():
-            puts += self._store_stretch(tokens, i, rows, bool(whole[i]))
-        self._owner[tokens.rows] = np.where(whole | (offsets + tokens.lengths >= self._page_size), tokens.owners, -1)
-        self._next[tokens.rows] = tokens.positions + tokens.lengths
-        for put in puts:
-            put.result()  # staged rows and the step's arrays are used until then
+    def _store_step(self, step: StepTokens) -> None:
+        pieces = Pieces(step, self._page_size)
+        self._place(step, pieces)
+        try:
+            seconds = self._copy(step.arrays, pieces)
+        except BaseException:
+            self._store.abandon(pieces.slots[pieces.slots >= 0].tolist())
+            raise
+        complete = pieces.complete()
+        complete = complete[pieces.slots[complete] >= 0]
+        self._store.commit(pieces.slots[complete].tolist(), [pieces.names[i] for i in complete.tolist()], seconds=seconds)
+        pieces.slots[complete] = -1
+        self._store.abandon(pieces.slots[pieces.ending & (pieces.slots >= 0)].tolist())  # complete, and nobody knows its name
+        unfinished = np.flatnonzero(~pieces.ending)
+        self._slots[step.rows[pieces.stretch[unfinished]]] = pieces.slots[unfinished]
+        self._owners[step.rows] = step.owners
+        self._next[step.rows] = step.positions + step.lengths
+        self._give_up(np.flatnonzero(self._owners != step.running))
 
-    def _store_stretch(self, tokens: StepTokens, i: int, rows: list[np.ndarray], whole: bool) -> list["Future[int]"]:
-        """Stores what tokens of one row complete and stages the rest. Not `whole`: its first page misses earlier tokens."""
-        size, row, names = self._page_size, int(tokens.rows[i]), tokens.names.get(i, [])
-        place, offset = int(tokens.places[i]), int(tokens.positions[i]) % size
-        stop, puts = place + int(tokens.lengths[i]), []
-        if offset:
-            count = min(size - offset, stop - place)
-            self._stage(row, offset, rows, place, count)
-            place += count
-            if offset + count == size:
-                if whole:
-                    puts += self._put_staged(row, names, copied=True)
-                names = names[1:]
-        num_pages = (stop - place) // size
-        if num_pages:
-            end = place + num_pages * size
-            pages = _joined([group[place:end].reshape(num_pages, -1) for group in rows])
-            puts.append(self._store.put_many(names[:num_pages], pages[: len(names)]))
-            place = end
-        if place < stop:
-            self._stage(row, 0, rows, place, stop - place)
-        return puts
+    def _place(self, step: StepTokens, pieces: Pieces) -> None:
+        """Finds slots for pieces: those of the pages that they continue, and new ones, first for pages that are complete now.
 
-    def _stage(self, row: int, offset: int, rows: list[np.ndarray], place: int, count: int) -> None:
-        for staged, group in zip(self._staged, rows, strict=True):
-            staged[row, offset : offset + count] = group[place : place + count]
+        The slots of the step's rows move to its pieces.
+        """
+        continued = (self._owners[step.rows] == step.owners) & (self._next[step.rows] == step.positions)
+        continued &= step.positions % self._page_size > 0
+        self._give_up(step.rows[~continued])
+        pieces.slots[pieces.heads] = self._slots[step.rows]
+        self._slots[step.rows] = -1
+        new = pieces.offset == 0
+        whole = pieces.complete()
+        whole = whole[new[whole]]
+        whole = whole[~np.array(self._store.touch([pieces.names[i] for i in whole.tolist()]), bool)]
+        begun = np.flatnonzero(new & ~pieces.ending)
+        num_unfinished = int((self._slots >= 0).sum() + ((pieces.slots >= 0) & ~pieces.ending).sum())
+        room = max(0, len(self._store.host_pages) // 2 - num_unfinished)
+        wanted = np.concatenate((whole, begun))
+        slots = self._store.reserve(wanted.size, at_most=whole.size + room)
+        pieces.slots[wanted[: len(slots)]] = slots
 
-    def _put_staged(self, row: int, names: list[bytes], *, copied: bool = False) -> list["Future[int]"]:
-        """Stores a row's staged page under the first of `names`; `copied`, so that the row can be staged to at once."""
-        page = _joined([staged[row].reshape(1, -1) for staged in self._staged])
-        return [self._store.put_many(names[:1], page.copy() if copied else page)] if names else []
+    def _copy(self, arrays: Sized[Any], pieces: Pieces) -> float:
+        """Copies tokens to their slots, each group of layers as soon as it has arrived; returns the threads' seconds."""
+        kept = pieces.slots >= 0
+        sources = _ranges(pieces.place[kept], pieces.count[kept])
+        first = pieces.slots[kept] * (self._num_groups * self._page_size) + pieces.offset[kept]
+        targets = _ranges(first, pieces.count[kept])
+        num_parts = max(1, min(-(-_COPY_THREADS // self._num_groups), targets.size * self._memory.shape[1] // _MIN_COPY_BYTES))
+        bounds = [targets.size * i // num_parts for i in range(num_parts + 1)]
+        copies: list[Future[float]] = []
+        try:
+            for group, array in enumerate(arrays):
+                rows = np.asarray(array)  # waits for it
+                rows = rows.reshape(len(rows), -1).view(np.uint8)
+                for a, b in itertools.pairwise(bounds):
+                    part = targets[a:b] + group * self._page_size
+                    copies.append(self._copiers.submit(_copy_rows, self._memory, part, rows, sources[a:b]))
+        finally:
+            wait(copies)  # they write to slots
+        return sum(copy.result() for copy in copies)
+
+    def _give_up(self, rows: np.ndarray) -> None:
+        """Gives back the slots of unfinished pages of `rows`."""
+        slots = self._slots[rows]
+        self._store.abandon(slots[slots >= 0].tolist())
+        self._slots[rows] = -1
+
+    def _give_up_all(self) -> None:
+        self._give_up(np.arange(self._slots.size))
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Parts of pages side by side; not copied if there is one."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first[0], first[0] + 1, ..., `counts[0]` numbers, and so on, in one array."""
+    ends = np.cumsum(counts)
+    return np.repeat(first - (ends - counts), counts) + np.arange(ends[-1] if ends.size else 0)
+
+
+def _copy_rows(memory: np.ndarray, targets: np.ndarray, rows: np.ndarray, sources: np.ndarray) -> float:
+    """memory[targets] = rows[sources], `sources` ascending; returns the seconds. numpy holds no lock while it copies."""
+    begin, count = time.perf_counter(), targets.size
+    if count and sources[-1] - sources[0] == count - 1:
+        memory[targets] = rows[sources[0] : sources[0] + count]
+        return time.perf_counter() - begin
+    portion = max(1, _GATHER_BYTES // memory.shape[1])
+    for start in range(0, count, portion):
+        chosen = slice(start, start + portion)
+        memory[targets[chosen]] = rows[sources[chosen]]
+    return time.perf_counter() - begin

@@ -54,10 +54,10 @@ def damage(directory, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["disk full", "read error", "truncated segment", "checksum mismatch", "directory lost"])
 def test_a_fault_of_the_disk_costs_computing_and_is_counted(tmp_path, caplog, kind):
-    """A host tier of 8 pages, so that most of the first round is on SSD when the second comes."""
+    """A host tier of 16 pages, so that the first round's beginning is on SSD when the second comes."""
     files = FaultyFiles()
     runner = MockRunner(page_size=4, num_pages=60)
-    store = make_store(runner, 8, ssd_directory=str(tmp_path), ssd_bytes=1 << 20, files=files)
+    store = make_store(runner, 16, ssd_directory=str(tmp_path), ssd_bytes=1 << 20, files=files)
     with tiered(runner, store) as engine:
         if kind == "disk full":
             files.before["pwritev"] = failing(errno.ENOSPC)
@@ -84,7 +84,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_load, "_MOST_PATIENCE_S", 0.3)
     gate, files = Gate(), FaultyFiles()
     runner = MockRunner(page_size=4, num_pages=60)
-    store = make_store(runner, 8, ssd_directory=str(tmp_path), ssd_bytes=1 << 20, files=files)
+    store = make_store(runner, 16, ssd_directory=str(tmp_path), ssd_bytes=1 << 20, files=files)
     with tiered(runner, store) as engine:
         history = first_round(engine)
         settle(engine)
@@ -109,7 +109,7 @@ def test_what_a_killed_server_leaves_is_used_as_far_as_it_is_whole(tmp_path):
     """The files as they are while a server writes them, with the last page half written."""
     runner = MockRunner(page_size=4, num_pages=60)
     running, left = tmp_path / "running", tmp_path / "left"
-    with tiered(runner, make_store(runner, 8, ssd_directory=str(running), ssd_bytes=1 << 20)) as engine:
+    with tiered(runner, make_store(runner, 16, ssd_directory=str(running), ssd_bytes=1 << 20)) as engine:
         history = first_round(engine)
         settle(engine)
         shutil.copytree(running, left)
@@ -117,7 +117,7 @@ def test_what_a_killed_server_leaves_is_used_as_far_as_it_is_whole(tmp_path):
     with segment.open("r+b") as file:
         file.truncate(segment.stat().st_size - runner.page_format.page_bytes // 2)
     fresh = MockRunner(page_size=4, num_pages=60)
-    with tiered(fresh, make_store(fresh, 8, ssd_directory=str(left), ssd_bytes=1 << 20)) as engine:
+    with tiered(fresh, make_store(fresh, 16, ssd_directory=str(left), ssd_bytes=1 << 20)) as engine:
         assert 0 <= second_round(engine, history) < 88
         assert "internal error" not in engine.stats().kv_tiers.faults
 

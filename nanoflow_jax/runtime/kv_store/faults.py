@@ -22,7 +22,6 @@ class Fault(enum.StrEnum):
     SEGMENT_LOST = "segment file lost"
     DIRECTORY_LOST = "directory lost"
     STALLED = "disk stalled"
-    SOURCE = "page source failed"
     INTERNAL = "internal error"
 
 

@@ -1,19 +1,20 @@
 """Host memory and SSD as one store of KV pages.
 
-Pages enter the host tier; those least recently used move on to the SSD tier ahead of need, and from there to nothing. A load
-brings pages back to host slots. All bytes move on background threads: no public method but `close` waits for a copy or a disk,
-and none but the constructor raises because of one.
+Whoever has pages writes them straight into slots of the host tier: `reserve`, fill, `commit`. Those least recently used move on
+to the SSD tier ahead of need, and from there to nothing. A load brings pages back to host slots. The store moves bytes on
+background threads only: no public method but `close` and `drain` waits for a disk, and none but the constructor raises because
+of one.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from nanoflow_jax.runtime.kv_store.faults import Fault, FaultLog
+from nanoflow_jax.runtime.kv_store.faults import FaultLog
 from nanoflow_jax.runtime.kv_store.files import MAX_BUFFERS, Files
 from nanoflow_jax.runtime.kv_store.fingerprint import FINGERPRINT_BYTES
 from nanoflow_jax.runtime.kv_store.host import HostTier
@@ -21,12 +22,11 @@ from nanoflow_jax.runtime.kv_store.loading import LoadedPages, Loader, resolve
 from nanoflow_jax.runtime.kv_store.segment import MAX_DIGEST_BYTES, MIN_DIGEST_BYTES
 from nanoflow_jax.runtime.kv_store.ssd import SsdTier
 from nanoflow_jax.runtime.kv_store.stats import TierStats
-from nanoflow_jax.runtime.kv_store.workers import Workers
 
-# One read or copy covers at most this much, so that the readers share a long load.
+# One read or write covers at most this much, so that the readers share a long load.
 _CHUNK_BYTES = 16 * 2**20
-
-Pages = np.ndarray | Callable[[], np.ndarray]
+# What may wait for the SSD writer by default, if it is more than 64 pages: a few steps' worth.
+_QUEUE_BYTES = 512 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,6 @@ class KVStore:
         ssd_bytes: int = 0,
         num_readers: int = 4,
         queue_pages: int | None = None,
-        put_queue_pages: int = 1024,
         stall_s: float = 10.0,
         files: Files | None = None,
     ) -> None:
@@ -77,8 +76,8 @@ class KVStore:
           host_buffer: memory for it; see HostTier.
           ssd_directory, ssd_bytes: the SSD tier, off without a directory or with 0 bytes.
           num_readers: threads that read from SSD.
-          queue_pages: pages that may wait for the SSD writer, of the host tier's own; by default a quarter of it or 64.
-          put_queue_pages: pages that may wait to be copied into the host tier; a single batch may be larger.
+          queue_pages: pages that may wait for the SSD writer, of the host tier's own; by default a quarter of it, at most 64 or
+            512 MiB.
           stall_s: an answer that the disk owes for longer makes the SSD tier invisible until it comes.
           files: calls to the operating system.
 
@@ -92,7 +91,6 @@ class KVStore:
         for name, value, least in (
             ("page_bytes", page_bytes, 1), ("host_bytes", host_bytes, 0), ("ssd_bytes", ssd_bytes, 0),
             ("num_readers", num_readers, 1), ("queue_pages", 1 if queue_pages is None else queue_pages, 1),
-            ("put_queue_pages", put_queue_pages, 1),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -107,7 +105,7 @@ class KVStore:
         if ssd_directory is not None and ssd_bytes > 0:
             if num_slots < 2:
                 raise ValueError(f"{host_bytes=} must hold two pages of {page_bytes} bytes: the SSD tier is filled through it")
-            self._queue_pages = min(queue_pages or min(64, num_slots // 4), num_slots - 1) or 1
+            self._queue_pages = min(queue_pages or min(max(64, _QUEUE_BYTES // page_bytes), num_slots // 4), num_slots - 1) or 1
             self._ssd = SsdTier(
                 ssd_directory, ssd_bytes, page_bytes, fingerprint,
                 queue_pages=self._queue_pages, files=files, faults=self.faults,
@@ -116,12 +114,11 @@ class KVStore:
                 self._host, self._ssd, reserve=self._reserve, settle=lambda: self._spill(self._queue_pages),
                 chunk_pages=self._chunk_pages, num_threads=num_readers, stall_s=stall_s, faults=self.faults,
             )  # fmt: skip
-        self._putter = Workers("kv-put", 1, max_waiting=put_queue_pages, faults=self.faults)
         self._closed = False
 
     @property
     def host_pages(self) -> np.ndarray:
-        """uint8[num_slots, page_bytes]: the host tier's memory, which `LoadedPages.slots` indexes."""
+        """uint8[num_slots, page_bytes]: the host tier's memory, which `reserve` and `LoadedPages.slots` index."""
         return self._host.pages
 
     def __contains__(self, digest: bytes) -> bool:
@@ -177,25 +174,34 @@ class KVStore:
         resolve(future, self._host, slots[:count])
         return future
 
-    def put_many(self, digests: Sequence[bytes], pages: Pages) -> "Future[int]":
-        """Stores pages in the background; the result is how many of them are then in host memory. Never blocks.
+    def touch(self, digests: Sequence[bytes]) -> list[bool]:
+        """True where the page is in host memory, which then counts as used: it need not be stored again."""
+        return self._host.touch(digests)
 
-        `pages` must not change until the future is done. It is C-contiguous with `page_bytes` bytes per page along the first
-        axis, or a function that returns such an array, called on the store's thread: it may wait for a device. When too much
-        waits already the pages are dropped, and counted; so are they if the function raises.
+    def reserve(self, count: int, *, at_most: int | None = None) -> list[int]:
+        """Slots of `host_pages` for `count` new pages, consecutive if possible; the pages least recently used go for them.
+
+        Nobody else reads or writes a slot until it is given to `commit` or `abandon`, which the caller owes. There are fewer
+        when all others are held, beyond `at_most`, or after `close`; pages left without one count as dropped.
         """
-        digests = _checked(digests)
-        if not callable(pages):
-            pages = _rows(pages, len(digests), self.page_bytes)
-        future: Future[int] = Future()
-        if (
-            self._closed
-            or not digests
-            or not self._putter.submit(lambda: self._put(digests, pages, future), weight=len(digests))
-        ):
-            self._host.count(dropped=len(digests))
-            future.set_result(0)
-        return future
+        slots = [] if self._closed else self._reserve(count if at_most is None else min(count, at_most))
+        if len(slots) < count:
+            self._host.count(dropped=count - len(slots))
+        self._spill(self._queue_pages)  # the disk writes what comes next while these are filled
+        return slots
+
+    def commit(self, slots: Sequence[int], digests: Sequence[bytes], *, seconds: float = 0.0) -> None:
+        """Makes filled slots findable; where a page is here already, its new slot is free again. The first pages of a batch
+        count as used last. `seconds` is what filling took, for the statistics."""
+        if len(slots) != len(digests):
+            raise ValueError(f"{len(slots)} slots cannot hold pages of {len(digests)} digests")
+        self._host.unpin(self._host.commit(slots, _checked(digests)))
+        self._host.count(store_s=seconds)
+        self._spill(self._queue_pages)
+
+    def abandon(self, slots: Sequence[int]) -> None:
+        """Gives reserved slots back without a page."""
+        self._host.abandon(slots)
 
     @property
     def num_pinned(self) -> int:
@@ -206,9 +212,9 @@ class KVStore:
         return StoreStats(self._host.stats(), self._ssd.stats() if self._ssd else TierStats(), self.faults.snapshot())
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until everything put, loaded or on its way to SSD has arrived; False if that takes longer."""
+        """Waits until everything loaded or on its way to SSD has arrived; False if that takes longer."""
         deadline = time.monotonic() + timeout_s
-        parts = [part for part in (self._putter, self._loader, self._ssd) if part is not None]
+        parts = [part for part in (self._loader, self._ssd) if part is not None]
         return all([part.drain(max(0.0, deadline - time.monotonic())) for part in parts])
 
     def clear(self) -> None:
@@ -229,10 +235,9 @@ class KVStore:
         def left() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        finished = self._putter.stop(left())
         if self._ssd is None or self._loader is None:
-            return finished
-        finished = self._loader.stop(left()) and finished
+            return True
+        finished = self._loader.stop(left())
         remaining = self._host.stats().pages if keep_host_pages else 0
         while remaining and self._ssd.drain(left()):
             self._spill(len(self.host_pages))
@@ -253,43 +258,6 @@ class KVStore:
             self._ssd.count(dropped=sum(digest not in self._ssd for digest in evicted))
         return slots
 
-    # Storing, on the putter's thread
-
-    def _put(self, digests: Sequence[bytes], pages: Pages, future: "Future[int]") -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        stored, begin = 0, time.perf_counter()
-        try:
-            rows = self._rows_of(pages, len(digests))
-            # Small portions, so that the pages that must go for them are on their way to SSD in time.
-            portion = max(1, min(self._chunk_pages, self._queue_pages // 2 or self._chunk_pages))
-            for start in range(0, len(rows), portion):
-                stored += self._put_portion(digests[start : start + portion], rows[start : start + portion])
-                self._spill(self._queue_pages)
-        finally:
-            self._host.count(dropped=len(digests) - stored, store_s=time.perf_counter() - begin)
-            future.set_result(stored)
-
-    def _rows_of(self, pages: Pages, count: int) -> np.ndarray:
-        """uint8[count, page_bytes], or no rows if the source fails."""
-        if not callable(pages):
-            return pages
-        try:
-            return _rows(pages(), count, self.page_bytes)
-        except Exception as error:
-            self.faults.count(Fault.SOURCE, error)
-            return np.empty((0, self.page_bytes), np.uint8)
-
-    def _put_portion(self, digests: Sequence[bytes], rows: np.ndarray) -> int:
-        here = self._host.touch(digests)
-        missing = [i for i, is_here in enumerate(here) if not is_here]
-        slots = self._reserve(len(missing))
-        missing = missing[: len(slots)]
-        for slot, row, count in _paired_runs(slots, missing):
-            np.copyto(self._host.pages[slot : slot + count], rows[row : row + count])
-        self._host.unpin(self._host.commit(slots, [digests[i] for i in missing]))
-        return sum(here) + len(slots)
-
     def _spill(self, spare: int) -> None:
         """Sends the least recently used host pages on their way to SSD, until `spare` slots are free or will be."""
         ssd = self._ssd
@@ -299,10 +267,14 @@ class KVStore:
         for slot, digest in self._host.begin_spill(spare, self._queue_pages):
             (on_ssd if digest in ssd else to_write).append((slot, digest))
         self._host.end_spill([slot for slot, _ in on_ssd])
-        slots = [slot for slot, _ in to_write]
-        pages = [(digest, self._host.pages[slot]) for slot, digest in to_write]
-        if pages and not ssd.write(pages, lambda: self._host.end_spill(slots)):
-            self._host.cancel_spill(slots)
+        # In portions, whose slots are free while the next ones are written.
+        for start in range(0, len(to_write), self._chunk_pages):
+            portion = to_write[start : start + self._chunk_pages]
+            slots = [slot for slot, _ in portion]
+            pages = [(digest, self._host.pages[slot]) for slot, digest in portion]
+            if not ssd.write(pages, lambda slots=slots: self._host.end_spill(slots)):
+                self._host.cancel_spill([slot for slot, _ in to_write[start:]])
+                break
 
 
 def _checked(digests: Sequence[bytes]) -> list[bytes]:
@@ -310,23 +282,3 @@ def _checked(digests: Sequence[bytes]) -> list[bytes]:
         if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
             raise ValueError(f"a digest has {len(digest)} bytes, not {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}")
     return list(digests)
-
-
-def _rows(pages: np.ndarray, count: int, page_bytes: int) -> np.ndarray:
-    """uint8[count, page_bytes], without a copy."""
-    if pages.nbytes != count * page_bytes or not pages.flags.c_contiguous:
-        order = "C-contiguous" if pages.flags.c_contiguous else "not C-contiguous"
-        raise ValueError(f"pages {pages.shape} of {pages.dtype}, {order}, are not {count} rows of {page_bytes} bytes")
-    return pages.reshape(-1).view(np.uint8).reshape(count, page_bytes)
-
-
-def _paired_runs(slots: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first slot, first row, count) of the longest stretches in which both are consecutive."""
-    runs: list[tuple[int, int, int]] = []
-    for slot, row in zip(slots, rows, strict=True):
-        first_slot, first_row, count = runs[-1] if runs else (-1, -1, 0)
-        if count and (slot, row) == (first_slot + count, first_row + count):
-            runs[-1] = (first_slot, first_row, count + 1)
-        else:
-            runs.append((slot, row, 1))
-    return runs

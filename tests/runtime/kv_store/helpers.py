@@ -30,6 +30,17 @@ def pages(keys: Sequence[int], page_bytes: int = PAGE_BYTES) -> np.ndarray:
     return np.array([page(key, page_bytes) for key in keys], np.uint8).reshape(len(keys), page_bytes)
 
 
+def put_pages(store, names: Sequence[bytes], contents: np.ndarray) -> int:
+    """Stores pages as far as there are slots; returns how many are in host memory then."""
+    here = store.touch(names)
+    new = [i for i, is_here in enumerate(here) if not is_here]
+    slots = store.reserve(len(new))
+    new = new[: len(slots)]
+    store.host_pages[slots] = contents[new]
+    store.commit(slots, [names[i] for i in new])
+    return sum(here) + len(slots)
+
+
 def loaded(store, keys: Sequence[int], timeout_s: float = 20.0) -> int:
     """How many pages of `keys` the store gives; fails if one is not what was put under its digest."""
     with store.get_many(digests(keys)).result(timeout_s) as got:

@@ -18,7 +18,7 @@ def test_bench_prints_a_table_and_json(tmp_path, capsys):
         "ssd get, cold",
         "ssd get, warm",
     ]
-    assert lines[-2].startswith("microseconds of the caller per page: put_many ")
+    assert lines[-2].startswith("microseconds of calls per page: reserve, commit ")
     assert not list(tmp_path.iterdir())
 
 

@@ -27,6 +27,7 @@ from tests.runtime.kv_store.helpers import (
     failing,
     loaded,
     pages,
+    put_pages,
 )
 
 ON_SSD = list(range(8))
@@ -39,7 +40,7 @@ def open_store(directory, **options) -> KVStore:
 
 def put(store, keys) -> None:
     for start in range(0, len(keys), 4):
-        store.put_many(digests(keys[start : start + 4]), pages(keys[start : start + 4])).result(20.0)
+        put_pages(store, digests(keys[start : start + 4]), pages(keys[start : start + 4]))
         assert store.drain(20.0)
 
 
@@ -142,10 +143,10 @@ def test_slow_writes_block_nobody(store, files):
     files.before["pwritev"] = gate
     begin = time.monotonic()
     for start in range(200, 300, 4):
-        store.put_many(digests(range(start, start + 4)), pages(range(start, start + 4))).result(5.0)
+        put_pages(store, digests(range(start, start + 4)), pages(range(start, start + 4)))
     assert loaded(store, [299]) == 1
     assert time.monotonic() - begin < 5.0
-    assert gate.entered.is_set() and store._ssd.num_waiting <= 8 and store.stats().ssd.dropped > 0
+    assert gate.entered.wait(5.0) and store._ssd.num_waiting <= 8 and store.stats().ssd.dropped > 0
     assert not store.drain(0.01)
     files.before.clear()
     gate.open()
@@ -193,7 +194,7 @@ def test_a_hung_disk_does_not_keep_close_waiting(tmp_path):
     store = open_store(tmp_path, files=files)
     files.before["pwritev"] = gate
     for start in range(0, 40, 4):
-        store.put_many(digests(range(start, start + 4)), pages(range(start, start + 4))).result(5.0)
+        put_pages(store, digests(range(start, start + 4)), pages(range(start, start + 4)))
     assert gate.entered.wait(5.0)
     begin = time.monotonic()
     assert not store.close(0.2)
@@ -254,16 +255,6 @@ def test_other_write_errors(store, files, caplog, call):
     assert store.stats().ssd.pages > held
 
 
-def test_a_source_that_fails(store, caplog):
-    def broken():
-        raise RuntimeError("the device is gone")
-
-    assert store.put_many(digests([500]), broken).result(5.0) == 0
-    assert store.put_many(digests([500]), lambda: np.zeros(3)).result(5.0) == 0
-    assert faults_of(store) == {Fault.SOURCE: 2} and logged(caplog, Fault.SOURCE) == 1
-    assert store.put_many(digests([500]), pages([500])).result(5.0) == 1
-
-
 def test_corrupted_index(store, tmp_path, caplog):
     records = store._ssd.locate(digests(ON_SSD))
     assert store.close(20.0)
@@ -306,7 +297,7 @@ def test_a_segment_of_another_model_under_our_name_is_not_believed(store, tmp_pa
     """Someone copies a segment over ours while it is open: digests and sizes agree, the model and so the pages do not."""
     with tempfile.TemporaryDirectory() as elsewhere:
         other = open_store(elsewhere, fingerprint=bytes(32))
-        other.put_many(digests(ON_SSD), pages([key + 1000 for key in ON_SSD])).result(5.0)
+        put_pages(other, digests(ON_SSD), pages([key + 1000 for key in ON_SSD]))
         other.close(20.0)
         shutil.copy(segment_of(pathlib.Path(elsewhere)), segment_of(tmp_path))
     assert loaded(store, ON_SSD) == 0
@@ -361,7 +352,7 @@ class FaultMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))
     def put(self, keys):
-        self.store.put_many(digests(keys), pages(keys)).result(20.0)
+        put_pages(self.store, digests(keys), pages(keys))
         assert self.store.drain(20.0)
 
     @rule(keys=st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))

@@ -11,20 +11,20 @@ import pytest
 
 from nanoflow_jax.runtime.kv_store import DirectoryInUseError, Fault, KVStore
 from nanoflow_jax.runtime.kv_store.faults import kind_of_write_error
-from tests.runtime.kv_store.helpers import FINGERPRINT, at_rest, digest, digests, loaded, pages
+from tests.runtime.kv_store.helpers import FINGERPRINT, at_rest, digest, digests, loaded, pages, put_pages
 
 PAGE_BYTES = 40_000
 
 # Puts page after page until it is killed; says when a reader may expect the first 40 on SSD.
 WRITER = """
 import sys
-from tests.runtime.kv_store.helpers import digests, pages
+from tests.runtime.kv_store.helpers import digests, pages, put_pages
 from tests.runtime.kv_store.test_processes import PAGE_BYTES, open_store
 store = open_store(sys.argv[1])
 print("open", flush=True)
 for start in range(0, 100_000, 4):
     keys = range(start, start + 4)
-    store.put_many(digests(keys), pages(keys, PAGE_BYTES)).result(20.0)
+    put_pages(store, digests(keys), pages(keys, PAGE_BYTES))
     if start < 64:
         store.drain(20.0)
     if start == 64:
@@ -59,7 +59,7 @@ def test_killed_while_writing_and_restarted(tmp_path, delay_s):
     for key in found:
         assert loaded(store, [key]) == 1
     assert set(store.stats().faults) <= {Fault.TRUNCATED}
-    store.put_many(digests([10**6]), pages([10**6], PAGE_BYTES)).result(20.0)
+    put_pages(store, digests([10**6]), pages([10**6], PAGE_BYTES))
     at_rest(store)
     assert store.close(20.0)
 
@@ -77,14 +77,14 @@ def test_two_processes_on_one_directory(tmp_path):
 
 LIMITED = """
 import resource, sys
-from tests.runtime.kv_store.helpers import FINGERPRINT, at_rest, digest, digests, loaded, pages
+from tests.runtime.kv_store.helpers import FINGERPRINT, at_rest, digest, digests, loaded, pages, put_pages
 from tests.runtime.kv_store.test_processes import PAGE_BYTES, open_store
 from nanoflow_jax.runtime.kv_store import Fault
 store = open_store(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (10 * PAGE_BYTES, resource.RLIM_INFINITY))
 for start in range(0, 80, 4):
     keys = range(start, start + 4)
-    assert store.put_many(digests(keys), pages(keys, PAGE_BYTES)).result(20.0) == 4
+    assert put_pages(store, digests(keys), pages(keys, PAGE_BYTES)) == 4
     assert store.drain(20.0)
 found = [key for key in range(80) if loaded(store, [key])]
 stats = store.stats()

@@ -21,6 +21,7 @@ from tests.runtime.kv_store.helpers import (
     loaded,
     page,
     pages,
+    put_pages,
 )
 
 BATCHES = st.lists(st.integers(0, 60), min_size=1, max_size=4, unique=True)
@@ -34,7 +35,7 @@ def open_store(directory=None, *, slots=24, queue_pages=8, ssd_bytes=1 << 20, **
 
 
 def put(store, keys, timeout_s=20.0) -> int:
-    stored = store.put_many(digests(keys), pages(keys, store.page_bytes)).result(timeout_s)
+    stored = put_pages(store, digests(keys), pages(keys, store.page_bytes))
     assert store.drain(timeout_s)
     return stored
 
@@ -129,10 +130,13 @@ def test_threads_with_a_small_ssd_and_a_moody_disk(tmp_path):
                 start = int(rng.integers(0, 80))
                 keys = list(range(start, start + int(rng.integers(1, 7))))
                 if rng.random() < 0.5:
-                    stored = store.put_many(digests(keys), pages(keys))
+                    slots = store.reserve(len(keys))
+                    store.host_pages[slots] = pages(keys[: len(slots)])
                     if rng.random() < 0.8:
-                        stored.result(20.0)
+                        store.commit(slots, digests(keys[: len(slots)]))
                         store.drain(5e-3)
+                    else:
+                        store.abandon(slots)
                 elif rng.random() < 0.3:
                     future = store.get_many(digests(keys))
                     if future.cancel():
@@ -176,7 +180,7 @@ def test_slots_are_not_reused_while_they_are_written_to_ssd(tmp_path):
     put(store, range(10))
     files.before["pwritev"] = gate
     for start in range(100, 160, 4):  # many times what fits
-        store.put_many(digests(range(start, start + 4)), pages(range(start, start + 4))).result(5.0)
+        put_pages(store, digests(range(start, start + 4)), pages(range(start, start + 4)))
     assert gate.entered.wait(5.0) and store.stats().ssd.dropped > 0
     files.before.clear()
     gate.open()
@@ -211,41 +215,48 @@ def test_a_load_that_is_cancelled_gives_everything_back(tmp_path):
     store.close(20.0)
 
 
-def test_put_takes_a_function_and_does_not_wait_for_it():
-    gate = Gate()
-    store = open_store()
-
-    def source():
-        gate()
-        return pages([1, 2])
-
-    future = store.put_many(digests([1, 2]), source)
-    assert gate.entered.wait(5.0) and not future.done() and digest(1) not in store
-    assert not future.cancel(), "the pages are being read"
-    gate.open()
-    assert future.result(5.0) == 2 and loaded(store, [1, 2]) == 2
-    store.close()
-
-
-def test_puts_beyond_the_queue_are_dropped_and_counted():
-    gate = Gate()
-    store = open_store(slots=8, put_queue_pages=8)
-    first = store.put_many(digests([0]), lambda: (gate(), pages([0]))[1])
-    assert gate.entered.wait(5.0)
-    others = [store.put_many(digests([key]), pages([key])) for key in range(1, 20)]
-    dropped = sum(future.done() and future.result() == 0 for future in others)
-    assert dropped == 12 and store.stats().host.dropped == 12
-    cancelled = others[0].cancel()
-    gate.open()
-    assert first.result(5.0) == 1 and cancelled
+def test_slots_being_filled_are_nobody_elses_and_cannot_be_found():
+    store = open_store(slots=8)
+    filling = store.reserve(3)
+    store.host_pages[filling] = pages([1, 2, 3])
+    for start in range(100, 160, 4):
+        put(store, range(start, start + 4))
+    assert store.num_pinned == 3
+    assert (store.host_pages[filling] == pages([1, 2, 3])).all()
+    assert not any(digest(key) in store for key in (1, 2, 3))
+    store.commit(filling[:2], digests([1, 2]))
+    store.abandon(filling[2:])
+    assert loaded(store, [1, 2]) == 2 and digest(3) not in store
     at_rest(store)
-    assert digest(1) not in store and digest(2) in store
+    assert store.stats().host.dropped == 0
     store.close()
+
+
+def test_a_page_that_is_here_already_frees_the_new_slot():
+    store = open_store(slots=4)
+    first, second = store.reserve(1), store.reserve(2)
+    store.host_pages[[*first, *second]] = pages([1, 1, 2])
+    store.commit(first, digests([1]))
+    store.commit(second, digests([1, 2]), seconds=0.5)
+    assert loaded(store, [1, 2]) == 2 and store.stats().host.pages == 2 and store.stats().host.store_s == 0.5
+    at_rest(store)
+    store.close()
+
+
+def test_pages_without_a_slot_are_counted():
+    store = open_store(slots=8)
+    held = store.reserve(5)
+    assert store.reserve(4, at_most=2) == [5, 6] and store.stats().host.dropped == 2
+    assert len(store.reserve(9)) == 1 and store.stats().host.dropped == 10
+    store.abandon(held)
+    assert sorted(store.reserve(5)) == held
+    store.close()
+    assert store.reserve(1) == []
 
 
 def test_more_than_fits_is_stored_as_far_as_it_fits():
     store = open_store(slots=8)
-    held = store.put_many(digests(range(6)), pages(range(6))).result(5.0)
+    held = put_pages(store, digests(range(6)), pages(range(6)))
     got = store.get_many(digests(range(6))).result(5.0)
     assert held == len(got) == 6
     assert put(store, range(10, 15)) == 2
@@ -291,17 +302,15 @@ def test_clear_reaches_what_is_on_its_way(tmp_path):
     store = open_store(tmp_path, slots=16, queue_pages=4, files=files)
     files.before["pwritev"] = gate
     for start in range(0, 40, 2):
-        store.put_many(digests(range(start, start + 2)), pages(range(start, start + 2))).result(5.0)
-    source = Gate()
-    late = store.put_many(digests([50]), lambda: (source(), pages([50]))[1])
-    assert gate.entered.wait(5.0) and source.entered.wait(5.0)
+        put_pages(store, digests(range(start, start + 2)), pages(range(start, start + 2)))
+    filling = store.reserve(1)
+    assert gate.entered.wait(5.0)
     store.clear()
     files.before.clear()
     gate.open()
-    source.open()
-    late.result(5.0)
+    store.commit(filling, digests([50]))
     at_rest(store)
-    assert not any(digest(key) in store for key in range(40))
+    assert not any(digest(key) in store for key in range(51))
     store.close(20.0)
     store = open_store(tmp_path)
     assert not any(digest(key) in store for key in range(40))
@@ -333,7 +342,7 @@ def test_after_close_it_is_empty_handed_and_quiet(tmp_path):
     got = store.get_many(digests([1])).result(5.0)
     assert store.close(20.0) and store.close(20.0)
     assert (got.runs[0] == page(1)).all(), "held pages stay readable"
-    assert store.put_many(digests([9]), pages([9])).result(5.0) == 0
+    assert put_pages(store, digests([9]), pages([9])) == 0
     assert len(store.get_many(digests([9])).result(5.0)) == 0
     got.release()
 
@@ -347,23 +356,16 @@ def test_close_without_keeping_leaves_only_what_was_on_ssd(tmp_path):
     store.close(20.0)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int16])
-def test_pages_of_any_dtype_and_shape(dtype):
-    store = open_store()
-    block = np.frombuffer(pages([1, 2]).tobytes(), dtype).reshape(2, 4, -1)
-    assert store.put_many(digests([1, 2]), block).result(5.0) == 2
-    assert loaded(store, [1, 2]) == 2
-    store.close()
-
-
 def test_bad_arguments_name_the_value(tmp_path):
     store = open_store()
     with pytest.raises(ValueError, match="15 bytes, not 16 to 32"):
         store.get_many([bytes(15)])
-    with pytest.raises(ValueError, match=r"\(3, 96\) of uint8, C-contiguous, are not 2 rows of 96 bytes"):
-        store.put_many(digests([1, 2]), pages([1, 2, 3]))
-    with pytest.raises(ValueError, match="not C-contiguous"):
-        store.put_many(digests(range(3)), np.asfortranarray(pages(range(3))))
+    slots = store.reserve(2)
+    with pytest.raises(ValueError, match="2 slots cannot hold pages of 1 digests"):
+        store.commit(slots, digests([1]))
+    with pytest.raises(ValueError, match="15 bytes, not 16 to 32"):
+        store.commit(slots, [*digests([1]), bytes(15)])
+    store.abandon(slots)
     store.close()
     for options, message in (
         ({"host_bytes": -1}, "host_bytes=-1"),
@@ -380,7 +382,7 @@ def test_bad_arguments_name_the_value(tmp_path):
 def test_without_room_everything_is_a_miss(tmp_path):
     for options in ({}, {"ssd_directory": str(tmp_path), "ssd_bytes": 0}):
         store = KVStore(FINGERPRINT, PAGE_BYTES, host_bytes=0, **options)
-        assert store.put_many(digests([1]), pages([1])).result(5.0) == 0
+        assert put_pages(store, digests([1]), pages([1])) == 0
         assert loaded(store, [1]) == 0 and store.cached_prefix(digests([1])) == CachedPrefix(0, 0)
         assert store.stats().host.misses == 1
         store.clear()
