@@ -25,7 +25,8 @@ _AFTER_ATTENTION = ("prefill_attention", "o_proj", "gate_up_proj", "down_proj")
 def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> PipelinePlan:
     """The pipeline for one GPU with nano-batches [0, border) and [border, b_dense), attention on `attention_sms`.
 
-    Times are the costing's; kernels beside each other slow down as its interference map says of so many SMs.
+    Times are the costing's; kernels beside each other slow down as its interference map says of so many SMs, and all of them
+    alike where the power model says that the cap would not let them run so fast.
 
     Raises:
       ValueError: more than one rank, experts, no decoding tokens, or a border or number of SMs out of range.
@@ -42,18 +43,17 @@ def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> Pipeline
     halves = (NanoBatch(start=0, stop=border), NanoBatch(start=border, stop=mix.b_dense))
     batches = _nano_batches(costing, halves)
     lane = _Lane(costing, batches, attention_sms)
-
-    phase_1 = [*lane.present(_AFTER_ATTENTION, halves[1]), ("qkv_proj", 1)]
-    phase_2 = [*lane.present(_AFTER_ATTENTION, halves[0]), ("qkv_proj", 0)]
+    chains = [[*lane.present(_AFTER_ATTENTION, halves[i]), ("qkv_proj", i)] for i in (1, 0)]
+    lane.slowdown = max(1.0, lane.least_time_us() / sum(lane.phase_us(*phase) for phase in zip(halves, chains, strict=True)))
     beside = [lane.attention_us(half) for half in halves]
-    lengths = [max(beside[0], lane.compute_us(phase_1, beside[0])), max(beside[1], lane.compute_us(phase_2, beside[1]))]
+    lengths = [lane.phase_us(*phase) for phase in zip(halves, chains, strict=True)]
     period = sum(lengths)
     # In the layer's own time its window begins one period in: both qkv come in the window before.
     starts = [period, lengths[0]]
     for half, start in zip(halves, starts, strict=True):
         lane.place_attention(half, start)
-    lane.place_compute(phase_1, period, beside[0], wrapped=period)
-    lane.place_compute(phase_2, period + lengths[0], beside[1], wrapped=period)
+    lane.place_compute(chains[0], period, beside[0], wrapped=period)
+    lane.place_compute(chains[1], period + lengths[0], beside[1], wrapped=period)
 
     power = table.power
     nanos, phases = fold(lane.placed, period, power.idle_w if power else 0.0)
@@ -87,10 +87,16 @@ def _overlap(a: NanoBatch, b: NanoBatch) -> NanoBatch | None:
 
 
 class _Lane:
-    """Times of nano-operations, and where they were placed. `placed` is in the layer's own time."""
+    """Times of nano-operations, and where they were placed.
+
+    Attributes:
+      placed: in the layer's own time.
+      slowdown: of everything, for want of power.
+    """
 
     def __init__(self, costing: Costing, batches: dict[str, tuple[NanoBatch, ...]], attention_sms: int) -> None:
         self.placed: list[Placed] = []
+        self.slowdown = 1.0
         self._costing, self._batches = costing, batches
         self._operations: dict[str, Operation] = {op.name: op for op in costing.graph()}
         self._num_sms, self._attention_sms = costing.table.num_sms, attention_sms
@@ -107,20 +113,34 @@ class _Lane:
             if half.start <= batch.start < half.stop
         ]
 
+    def least_time_us(self) -> float:
+        """The shortest time in which the power cap lets everything run; 0 without a power model."""
+        power = self._costing.table.power
+        if power is None:
+            return 0.0
+        every = [(name, i) for name, parts in self._batches.items() for i in range(len(parts))]
+        return power.least_time_us(sum(self._node(name, i, Resource.COMPUTE).energy_j or 0.0 for name, i in every))
+
+    def phase_us(self, half: NanoBatch, chain: Sequence[tuple[str, int]]) -> float:
+        """How long the attention of `half` and the chain beside it take."""
+        beside_us = self.attention_us(half)
+        return max(beside_us, self.compute_us(chain, beside_us))
+
     def attention_us(self, half: NanoBatch) -> float:
-        return sum(self._best_us(name, i) for name, i in self.present(("decode_attention",), half)) / self._attention_speed
+        best_us = sum(self._best_us(name, i) for name, i in self.present(("decode_attention",), half))
+        return best_us * self.slowdown / self._attention_speed
 
     def compute_us(self, chain: Sequence[tuple[str, int]], beside_us: float) -> float:
         """How long a chain takes when attention runs beside it for its first `beside_us`."""
         clock = 0.0
         for name, i in chain:
-            clock += self._best_us(name, i) / self._share(clock, beside_us)
+            clock += self._best_us(name, i) * self.slowdown / self._share(clock, beside_us)
         return clock
 
     def place_attention(self, half: NanoBatch, start_us: float) -> None:
         for name, i in self.present(("decode_attention",), half):
             best = self._best_us(name, i)
-            speed = self._attention_speed
+            speed = self._attention_speed / self.slowdown
             self._place(
                 name, i, Resource.MEMORY, best, start_us, best / speed, self._attention_share, self._attention_sms, speed
             )
@@ -133,8 +153,9 @@ class _Lane:
             best = self._best_us(name, i)
             start = start_us + clock - (wrapped if name == "qkv_proj" else 0.0)
             sms = self._num_sms if share == 1 else self._num_sms - self._attention_sms
-            self._place(name, i, Resource.COMPUTE, best, start, best / share, share, sms, share)
-            clock += best / share
+            speed = share / self.slowdown
+            self._place(name, i, Resource.COMPUTE, best, start, best / speed, share, sms, speed)
+            clock += best / speed
 
     def _share(self, clock: float, beside_us: float) -> float:
         return 1.0 if clock >= beside_us else 1 - self._attention_share
@@ -146,11 +167,7 @@ class _Lane:
         self, name: str, index: int, resource: Resource, best: float, start: float, length: float, share: float, sms: int,
         speed: float,
     ) -> None:  # fmt: skip
-        node = Node(
-            operation=name, nano_batch=index, batch=self._batches[name][index], resource=resource, best_us=best, energy_j=None,
-            estimated=True,
-        )  # fmt: skip
-        node = dataclasses.replace(node, energy_j=operation_energy(self._costing, node))
+        node = self._node(name, index, resource)
         segment = Segment(start_us=start, stop_us=start + length, share=share, num_sms=sms, performance=speed)
         self.placed.append(
             Placed(
@@ -158,3 +175,10 @@ class _Lane:
                 intensity=intensity(self._costing, node),
             )
         )  # fmt: skip
+
+    def _node(self, name: str, index: int, resource: Resource) -> Node:
+        node = Node(
+            operation=name, nano_batch=index, batch=self._batches[name][index], resource=resource,
+            best_us=self._best_us(name, index), energy_j=None, estimated=True,
+        )  # fmt: skip
+        return dataclasses.replace(node, energy_j=operation_energy(self._costing, node))

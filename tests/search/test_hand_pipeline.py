@@ -37,7 +37,7 @@ def test_any_border_and_budget_make_a_valid_plan(data: st.DataObject, tiles: int
 @pytest.mark.parametrize(("b_dense", "decode_tokens", "border"), [(2048, 704, 768), (2048, 1024, 1024), (1024, 1024, 512)])
 def test_executors_see_two_phases_a_layer(b_dense: int, decode_tokens: int, border: int) -> None:
     plan = hand_pipeline(costing(b_dense, decode_tokens), border, 40)
-    assert 300 < plan.prediction.mean_power_w < 1000
+    assert 300 < plan.prediction.mean_power_w < 700.01, "no more than the cap"
     layers = 8
     phases = group(plan, layers)
     assert len(phases) <= 2 * layers + 3

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ from search.interference import (
 from search.problem import Costing
 from search.profile_table import Kernel, Point, ProfileError, ProfileTable, Series, kernel_of, lookup
 
+PROFILES = Path(profile_table.__file__).parent / "data/profiles"
 TABLE_3 = shipped_maps()["paper-table3"]
 H200 = shipped_maps()["h200-sustained"]
 GEMM = Kernel(name="gemm", shape=(4096, 4096))
@@ -183,6 +185,21 @@ def test_analytic_h200_is_near_what_was_measured() -> None:
     assert lookup(small, Kernel(name="swiglu_gemm", shape=(4096, 28672)), 2048).time_us == pytest.approx(743, rel=0.05)
     large = analytic_profile(preset("llama3-70b"), hardware("h200"), 4, [mix])
     assert lookup(large, Kernel(name="all_reduce", shape=(4, 8192)), 2048).time_us == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_profiles_are_whole_and_within_the_rooflines(path: Path) -> None:
+    measured = profile_table.decode(path.read_bytes())
+    machine = hardware(measured.device)
+    assert not measured.failures and measured.pairs and measured.interference.memory
+    for series in measured.series:
+        for p in series.points:
+            flops, moved, sent = kernel_work(series.kernel, p.tokens, p.context)
+            rates = (machine.peak_flops, machine.memory_bandwidth, machine.network_bandwidth)
+            least_us = 1e6 * max(work / rate for work, rate in zip((flops, moved, sent), rates, strict=True))
+            assert least_us < p.time_us
+            if p.num_sms == machine.num_sms and p.tokens >= 1024 and series.kernel.name != "prefill_attention":
+                assert p.time_us < 2.2 * least_us, (series.kernel, p)
 
 
 def test_the_search_needs_no_jax() -> None:
