@@ -33,17 +33,16 @@ def feed_rings(
     freed: Any,
     **_: Any,
 ) -> None:
-    """Divides the lines of tiles; warp w then writes orders for worker w of this CTA and copies their tiles to its ring.
+    """Divides the line of tiles; warp w then writes orders for worker w of this CTA and copies their tiles to its ring.
 
-    `sm` is the CTA's number among the `plan.num_sms` that share the lines.
+    `sm` is the CTA's number among the `plan.num_sms` that share the line.
     """
     c = plan.config
     share, total, first_row, last_row, first_start = _find_place(sm, lens_gmem, scan_scratch, plan)
 
     def feed(w: Any) -> None:
         worker = sm * c.workers + w
-        line, number = lax.rem(worker, plan.lines), lax.div(worker, plan.lines)
-        begin = jnp.minimum(number * share, total)
+        begin = jnp.minimum(worker * share, total)
         end = jnp.minimum(begin + share, total)
 
         def load_tile(src: Any, page: Any, head: Any, offset: Any, count: Any) -> None:
@@ -116,8 +115,7 @@ def feed_rings(
             kv_len = lens_gmem[row]
             tiles = tiles_of(kv_len)
             cost = tiles + c.item_overhead
-            kv_head = line * plan.heads_per_line + head
-            item, item_start = row * plan.kv_heads + kv_head, row_start + head * cost
+            item, item_start = row * plan.kv_heads + head, row_start + head * cost
             # This worker's tiles of the item. The overhead comes before the first tile.
             first = jnp.maximum(begin - item_start - c.item_overhead, 0)
             behind = jnp.clip(end - item_start - c.item_overhead, 0, tiles)
@@ -126,16 +124,16 @@ def feed_rings(
             tokens = jnp.minimum(kv_len, behind * TILE) - first * TILE
             leads = busy & starts & (behind < tiles)
             split = jnp.where(leads, item, split)
-            split_end = jnp.where(leads, lax.div(item_start + cost - 1, share) * plan.lines + line, split_end)
+            split_end = jnp.where(leads, lax.div(item_start + cost - 1, share), split_end)
 
             # Table entries of the next item, which come from afar: asked for before this item's tiles are copied.
-            next_row = jnp.minimum(row + (head + 1 == plan.heads_per_line).astype(jnp.int32), plan.rows - 1)
+            next_row = jnp.minimum(row + (head + 1 == plan.kv_heads).astype(jnp.int32), plan.rows - 1)
             following = entries(next_row, 0, c.tiles_per_step)
 
             @pl.when(busy)
             def _() -> None:
                 give_order(t, item, tokens, destination)
-                loadtiles_of(row, kv_head, first, tokens, count, ready)
+                loadtiles_of(row, head, first, tokens, count, ready)
 
             grown = busy.astype(jnp.int32)
             return t + grown, count + 2 * grown * (behind - first), split, split_end, next_row, following
@@ -145,12 +143,12 @@ def feed_rings(
             cost = item_cost(lens_gmem[row], plan)
             divisor = jnp.maximum(cost, 1)
             first_head = lax.div(jnp.maximum(begin - row_start, 0), divisor)
-            behind = lax.div(jnp.clip(end - row_start, 0, cost * plan.heads_per_line) + divisor - 1, divisor)
+            behind = lax.div(jnp.clip(end - row_start, 0, cost * plan.kv_heads) + divisor - 1, divisor)
             *state, ready_row, ready = state
             skipped = jnp.maximum(begin - row_start - first_head * cost - c.item_overhead, 0)
             ready = lax.cond(ready_row == row, lambda: ready, lambda: entries(row, skipped, c.tiles_per_step))
             one = functools.partial(one_item, row=row, row_start=row_start)
-            return row_start + cost * plan.heads_per_line, *lax.fori_loop(first_head, behind, one, (*state, row, ready))
+            return row_start + cost * plan.kv_heads, *lax.fori_loop(first_head, behind, one, (*state, row, ready))
 
         zero = jnp.int32(0)
         nothing = [[zero] * plan.pages_per_tile] * c.tiles_per_step
@@ -178,18 +176,16 @@ def feed_rings(
 
 
 def _find_place(sm: Any, lens_gmem: Any, scan_scratch: Any, plan: Plan) -> tuple[Any, Any, Any, Any, Any]:
-    """(cost of a worker's stretch, cost of a line, this CTA's first and last row, position where the first of them starts)."""
+    """(cost of a worker's stretch, cost of all, this CTA's first and last row, position where the first of them starts)."""
     padded = lens_gmem.shape[0]
     layout = fragments.striped(padded)
-    costs = item_cost(fragments.load(lens_gmem, layout, plan.interpreted), plan) * plan.heads_per_line
+    costs = item_cost(fragments.load(lens_gmem, layout, plan.interpreted), plan) * plan.kv_heads
     starts = fragments.exclusive_sums(costs, scan_scratch, plan.interpreted)
     rows = fragments.counted((padded,), 0, layout, plan.interpreted)
     total = costs.sum()
-    share = jnp.maximum(lax.div(total + (plan.workers_per_line - 1), plan.workers_per_line), 1)
-    first_worker = sm * plan.config.workers
-    numbers = [lax.div(worker, plan.lines) for worker in (first_worker, first_worker + plan.config.workers - 1)]
-    begin = jnp.minimum(numbers[0] * share, total)
-    end = jnp.minimum((numbers[1] + 1) * share, total)
+    share = jnp.maximum(lax.div(total + (plan.num_workers - 1), plan.num_workers), 1)
+    begin = jnp.minimum(sm * plan.config.workers * share, total)
+    end = jnp.minimum(begin + plan.config.workers * share, total)
     # The last row that starts at or before a position holds it: unused rows, which take no room, come before it.
     first_row, last_row = (jnp.where(starts <= position, rows, 0).max() for position in (begin, end - 1))
     first_start = jnp.where(starts <= begin, starts, 0).max()

@@ -1,4 +1,4 @@
-"""What is static about one launch of decode_attention, and the arithmetic of its lines of tiles."""
+"""What is static about one launch of decode_attention, and the arithmetic of its line of tiles."""
 
 import dataclasses
 from typing import Any
@@ -28,17 +28,12 @@ class TuningConfig:
     """Tiles of K or V that a worker's ring holds; at least 2 * tiles_per_step."""
     item_overhead: int = 1
     """What an item costs beside its tiles, in tiles, when work is divided."""
-    lines: int = 1
-    """Lines of tiles that the KV heads are divided over, a divisor of their number. Worker w is number w // lines of line w %
-    lines, so with a line per head neighbours read the heads of a page, which lie together."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= fragments.WARPS:
             raise ValueError(f"workers={self.workers} is not between 1 and {fragments.WARPS}: each has one feeding warp")
         if self.slots < 2 * self.tiles_per_step:
             raise ValueError(f"slots={self.slots} hold no whole step of 2 * {self.tiles_per_step} tiles")
-        if self.lines < 1:
-            raise ValueError(f"lines={self.lines} must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,23 +54,6 @@ class Plan:
     @property
     def num_workers(self) -> int:
         return self.num_sms * self.config.workers
-
-    def __post_init__(self) -> None:
-        if self.kv_heads % self.lines or self.lines > self.num_workers:
-            raise ValueError(f"lines={self.lines} do not divide {self.kv_heads} KV heads or exceed {self.num_workers} workers")
-
-    @property
-    def lines(self) -> int:
-        return self.config.lines
-
-    @property
-    def heads_per_line(self) -> int:
-        return self.kv_heads // self.lines
-
-    @property
-    def workers_per_line(self) -> int:
-        """At least so many; what is left over goes idle."""
-        return self.num_workers // self.lines
 
     @property
     def pages_per_tile(self) -> int:

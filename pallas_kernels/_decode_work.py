@@ -158,14 +158,13 @@ def combine_parts(
     @pl.when(item >= 0)
     def _() -> None:
         def add(i: Any, carry: Any) -> Any:
-            """The parts of the line's next few workers; behind the last one its part again, with weight 0."""
+            """The parts of the next few workers; behind the last one its part again, with weight 0."""
             peak, total, out = carry
-            first = worker + (1 + i * _PARTS_AT_ONCE) * plan.lines
+            first = worker + 1 + i * _PARTS_AT_ONCE
             more = []
             for j in range(_PARTS_AT_ONCE):
-                other = first + j * plan.lines
-                m, s, o = part(2 * jnp.minimum(other, last))
-                more.append((m + jnp.where(other <= last, 0.0, _LOWEST), s, o))
+                m, s, o = part(2 * jnp.minimum(first + j, last))
+                more.append((m + jnp.where(first + j <= last, 0.0, _LOWEST), s, o))
             new_peak = functools.reduce(jnp.maximum, [m for m, _, _ in more], peak)
             shrink = jnp.exp2(peak - new_peak)
             total, out = total * shrink, out * fragments.across_rows(shrink, H)
@@ -174,8 +173,7 @@ def combine_parts(
                 total, out = total + s * weight, out + o * fragments.across_rows(weight, H)
             return new_peak, total, out
 
-        others = lax.div(last - worker, plan.lines)
-        rounds = lax.div(others + (_PARTS_AT_ONCE - 1), _PARTS_AT_ONCE)
+        rounds = lax.div(last - worker + (_PARTS_AT_ONCE - 1), _PARTS_AT_ONCE)
         _, total, out = lax.fori_loop(0, rounds, add, part(2 * worker + 1))
         _store_output(out_gmem, item, out / fragments.across_rows(total, H), plan)
 

@@ -8,7 +8,6 @@ reads and writes as many bytes.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.append_kv import append_kv
 from pallas_kernels.bench import timing
-from pallas_kernels.decode_attention import TuningConfig, decode_attention
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import prefill_attention
 
 
@@ -131,12 +130,11 @@ def _decode(case: Decode, num_sms: Sequence[int], sustained: bool) -> Iterator[t
         seconds = _seconds(functools.partial(_cudnn, causal=False), dense)
         baseline = {"baseline": "cuDNN", "baseline_seconds": seconds}
         del dense
-    for n, lines in itertools.product(num_sms, (1, K) if K > 1 else (1,)):
-        config = TuningConfig(slots=4 * 128 // H, lines=lines)
-        f = functools.partial(decode_attention, num_sms=n, config=config)
+    for n in num_sms:
+        f = functools.partial(decode_attention, num_sms=n)
         yield timing.Row(
             kernel="decode_attention",
-            case=f"{case.name} page {case.page_size}, {lines} line{'s' * (lines > 1)}",
+            case=f"{case.name} page {case.page_size}",
             num_sms=n,
             seconds=_seconds(f, inputs),
             flops=4.0 * K * G * H * float(kv_lens.sum()),

@@ -1,6 +1,5 @@
 """decode_attention interpreted on the CPU, compiled for an H200 without one, and on the GPU, against the plain reference."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels._decode_plan import Plan
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES, UnsupportedDeviceError
 from pallas_kernels.decode_attention import TuningConfig, decode_attention
 from tests.kernels import aot, paged
@@ -37,6 +35,8 @@ def _interpret(inputs: tuple[jax.Array, ...], num_sms: int, config: TuningConfig
         # One sequence spread over all workers: every part but the last ends on a whole tile.
         pytest.param([260], 1, 8, 128, 128, 3, TuningConfig(workers=1, tiles_per_step=1, slots=2), id="one-long"),
         pytest.param([130, 64], 1, 4, 64, 64, 1, TuningConfig(workers=1, slots=4), id="one-worker"),
+        # Stretches cut items of several heads.
+        pytest.param([200, 0, 30], 4, 2, 64, 32, 2, _SMALL, id="several-heads"),
     ],
 )
 def test_matches_reference(kv_lens, K, G, H, page_size, num_sms, config):
@@ -64,23 +64,6 @@ def test_more_rows_than_a_warpgroup_has_threads():
     kv_lens = [0] * 100 + [70, 0, 3] + [0] * 60 + [40]
     inputs = _inputs(kv_lens, 1, 2, 64, 64)
     paged.assert_close(_interpret(inputs, 2, _SMALL), reference.decode_attention(*inputs))
-
-
-@pytest.mark.parametrize(("lines", "num_sms"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
-def test_heads_are_divided_over_lines_of_their_own(lines: int, num_sms: int) -> None:
-    """Stretches cut items in every line; what is left of the workers goes idle."""
-    inputs = _inputs([200, 0, 30], 4, 2, 64, 32)
-    config = dataclasses.replace(_SMALL, lines=lines)
-    paged.assert_close(_interpret(inputs, num_sms, config), reference.decode_attention(*inputs))
-
-
-@pytest.mark.parametrize("lines", [3, 400])
-def test_lines_must_divide_the_heads_and_have_workers(lines: int) -> None:
-    with pytest.raises(ValueError, match=f"lines={lines}"):
-        Plan(
-            rows=1, kv_heads=400, group=1, columns_per_head=1, head_dim=64, page_size=64, num_sms=132, interpreted=True,
-            config=TuningConfig(lines=lines),
-        )  # fmt: skip
 
 
 @pytest.mark.slow
