@@ -64,7 +64,7 @@ def describe_arrays(tree: Any) -> str:
     return "\n".join([str(structure), *lines])
 
 
-def describe_environment(devices: Sequence[jax.Device]) -> str:
+def describe_environment(devices: Sequence[Any]) -> str:
     """Everything outside a program's own sources and arguments that its executable depends on."""
     versions = {
         (distribution.name, distribution.version)
@@ -99,7 +99,7 @@ class ExecutableStore:
     directory must be as trustworthy as the program.
     """
 
-    def __init__(self, directory: Path, devices: Sequence[jax.Device], context: str) -> None:
+    def __init__(self, directory: Path, devices: Sequence[Any], context: str) -> None:
         """Opens a directory, and makes it if it can be made.
 
         Args:
@@ -129,7 +129,7 @@ class ExecutableStore:
         path, digest = self._path(kind, source)
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             _log.warning("%s cannot be read and is compiled again: %s", path, error)
@@ -203,6 +203,13 @@ class ExecutableStore:
 def _checksum(digest: bytes, payload: bytes) -> bytes:
     """Binds contents to the name they are found under."""
     return hashlib.sha256(digest + payload).digest()
+
+
+def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
+    """Keeps what XLA compiles on disk, so that it compiles no program twice. Process-wide; call it first."""
+    jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ place). Both read the batch from one packed int32 array. Everything is compiled 
 import dataclasses
 import functools
 import itertools
-import os
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +20,7 @@ from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import kv_transfer, nano_batch, sequential
 from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, describe_arrays, obtain
+from nanoflow_jax.executor.executables import enable_compilation_cache as enable_compilation_cache
 from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
@@ -300,7 +300,7 @@ class ModelRunner:
         return f"{facts}\n{arrays}"
 
     def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None, offload: bool) -> Any:
-        automatic = best_choice(self.mesh.devices.flat[0], budgeted=plan is not None)
+        automatic = best_choice(self.mesh.devices.flat[0])
         kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
@@ -406,10 +406,3 @@ def _sample_step(
 
 def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
-    """Keeps what XLA compiles on disk, so that it compiles no program twice. Process-wide; call it first."""
-    jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

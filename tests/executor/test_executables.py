@@ -151,12 +151,7 @@ def test_what_surrounds_a_program_counts(tmp_path, monkeypatch) -> None:
 def test_sources_edited_since_they_were_imported_switch_the_store_off(tmp_path, monkeypatch, log) -> None:
     obtain([scaling()], store_in(tmp_path))
     monkeypatch.setattr(executables, "sources_digest", lambda: "edited meanwhile")
-    (compiled,), num_loaded = obtain(
-        [
-            scaling(),
-        ][:1],
-        store_in(tmp_path),
-    )
+    (compiled,), num_loaded = obtain([scaling()], store_in(tmp_path))
     assert num_loaded == 0
     assert "sources have changed" in log.text
     np.testing.assert_array_equal(compiled(jnp.ones(8)), 2 * np.ones(8))
@@ -274,9 +269,22 @@ def test_a_directory_that_cannot_be_made_is_said_once(tmp_path, log) -> None:
     (tmp_path / "file").touch()
     compiled, _ = obtain([scaling(), scaling(3.0)], store_in(tmp_path / "file" / "cache"))
     np.testing.assert_array_equal(compiled[1](jnp.ones(8)), 3 * np.ones(8))
-    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-    assert warnings[0].startswith(f"executables cannot be kept in {tmp_path}")
-    assert sum("cannot be kept" in warning for warning in warnings) == 1
+    (warning,) = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"executables cannot be kept in {tmp_path}")
+
+
+def test_a_directory_to_read_from_only_is_read_from(tmp_path, monkeypatch, log) -> None:
+    obtain([scaling()], store_in(tmp_path))
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(executables.Path, "touch", refused)
+    monkeypatch.setattr(executables.os, "utime", refused)
+    _, num_loaded = obtain([scaling(), scaling(3.0)], store_in(tmp_path))
+    assert num_loaded == 1
+    assert log.text.count("cannot be kept") == 1
+    assert len(files(tmp_path)) == 1
 
 
 def test_a_full_disk_is_said_once_and_leaves_nothing_behind(tmp_path, monkeypatch, log) -> None:

@@ -52,6 +52,16 @@ def test_tiny_checkpoint_gives_the_golden_tokens(tiny: Process):
         assert client.stats().engine["num_compilations"] == 7  # one forward and six samplers, all made at the start
 
 
+def test_the_next_start_loads_what_the_first_compiled(tmp_path, tiny: Process, cache):
+    assert "7 compiled" in tiny.log
+    with served(tmp_path, "--model", str(TINY), *SMALL, "--cache-dir", str(cache)) as process, process.client() as client:
+        assert client.stats().engine["num_compilations"] == 0
+        assert "7 executables loaded, 0 compiled" in process.log
+        golden = np.load(TINY / "golden.npz")
+        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
+        assert client.generate(golden["input_ids"].tolist(), params).token_ids == golden["greedy_ids"].tolist()[:20]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
