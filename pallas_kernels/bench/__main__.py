@@ -1,6 +1,7 @@
 """Times the kernels on the GPU at hand, beside what XLA offers for the same work.
 
     python -m pallas_kernels.bench [kernel ...] [--num-sms 132,100,48] [--rows 512,2048] [--names 8b] [--sustained]
+    python -m pallas_kernels.bench beside [--attention-sms 32,24] [--rows 512,1024] [--names 8b]
 
 Inputs are random normal and rotate through more memory than the L2 cache holds. The table is for people; the last line of
 standard output is one JSON object with every figure, the device and the versions.
@@ -27,6 +28,7 @@ MODULES = {
     "prefill_attention": "pallas_kernels.bench.attention",
     "append_kv": "pallas_kernels.bench.attention",
     "fused_gemm_attention": "pallas_kernels.bench.fused",
+    "beside": "pallas_kernels.bench.beside",
     "gemm_all_reduce": "pallas_kernels.bench.gemm_all_reduce",
 }
 # The others run on one.
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
     parser.add_argument("--names", default="", help="only cases whose name contains one of these, comma-separated")
+    parser.add_argument("--attention-sms", type=integers, default=(), help="beside: SMs of attention, comma-separated; 32")
     parser.add_argument("--workers", type=int, default=12, help="GEMMs: processes that compile")
     parser.add_argument("--sustained", action="store_true", help="also run a second or more at the power limit: joules")
     options = parser.parse_args(arguments)
@@ -77,6 +80,8 @@ def _benchmark(kernel: str, num_sms: Sequence[int], options: argparse.Namespace)
     wanted = {"names": options.names, "sustained": options.sustained}
     if kernel.endswith("gemm"):
         wanted |= {"rows": options.rows, "workers": options.workers}
+    if kernel == "beside":
+        wanted |= {"rows": options.rows, "attention_sms": options.attention_sms}
     return benchmark(kernel, num_sms, **wanted)
 
 

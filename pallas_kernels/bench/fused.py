@@ -8,7 +8,6 @@ is the faster of the two ways to do one after the other: with this package's GEM
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -47,10 +46,9 @@ def benchmark(kernel: str, num_sms: Sequence[int], *, sustained: bool = False) -
     projection, decode, total = PROJECTIONS[0], DECODE[0], num_sms[0]
     input_sets = [_inputs(projection, decode)]
     variants = [*_sequential(total), *_side_by_side(total)]
-    lowered = {v.case: timing.lower_chain(v.pair, input_sets) for v in variants}
-    with ThreadPoolExecutor() as pool:  # lowering is Python and takes turns; XLA compiles beside
-        compiled = pool.map(lambda program: program.compile(dict(_OPTIONS)), lowered.values())
-        chains = {case: timing.Chain(program, 8) for case, program in zip(lowered, compiled, strict=True)}
+    lowered = {v.case: functools.partial(timing.lower_chain, v.pair, input_sets) for v in variants}
+    compiled = timing.compile_side_by_side(lowered, _OPTIONS)
+    chains = {case: timing.Chain(program, 8) for case, program in compiled.items()}
     seconds = timing.take_turns(chains, input_sets)
     fastest = min(_sequential(total), key=lambda v: seconds[v.case])
     for v in variants:
@@ -107,12 +105,13 @@ def _side_by_side(total: int) -> list[Variant]:
 def _on_streams(gemm_sms: int, attention_sms: int, a: Any, b: Any, *attention: Any) -> Any:
     """Both start together and are waited for together, as in a phase of a pipeline. Needs jax 0.11 or newer."""
     (a, b), attention = lax.optimization_barrier(((a, b), attention))
-    c = _stream(5, _multiply(gemm_sms))(a, b)
-    out = _stream(6, functools.partial(decode_attention, num_sms=attention_sms))(*attention)
+    c = on_stream(5, _multiply(gemm_sms))(a, b)
+    out = on_stream(6, functools.partial(decode_attention, num_sms=attention_sms))(*attention)
     return lax.optimization_barrier((c, out))
 
 
-def _stream(number: int, f: Callable[..., Any]) -> Callable[..., Any]:
+def on_stream(number: int, f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` on a GPU stream of its own; XLA spreads what it makes asynchronous itself over the first four."""
     on: Any = compute_on.compute_on
     return on(f, compute_type=f"gpu_stream:{number}", out_memory_spaces=jax.memory.Space.Device)
 

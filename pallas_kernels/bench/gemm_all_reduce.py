@@ -7,7 +7,6 @@ that also communicates can beat.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +51,8 @@ def benchmark(kernel: str, num_sms: Sequence[int], *, names: str = "", sustained
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     cases = [(p, m) for p in selected(PROJECTIONS, names) for m in ROWS]
     jobs = [(p, m, v) for p, m in cases for v in variants(num_sms)]
-    lowered = [lower(mesh, p, m, v) for p, m, v in jobs]
-    with ThreadPoolExecutor() as pool:  # lowering is Python and takes turns; XLA compiles beside
-        compiled = list(pool.map(lambda program: program.compile(dict(_OPTIONS)), lowered))
-    chains = {job: timing.Chain(program, _CALLS) for job, program in zip(jobs, compiled, strict=True)}
+    compiled = timing.compile_side_by_side({job: functools.partial(lower, mesh, *job) for job in jobs}, _OPTIONS)
+    chains = {job: timing.Chain(program, _CALLS) for job, program in compiled.items()}
     for p, m in cases:
         input_sets = _inputs(mesh, p, m)
         own = {v: chains[p, m, v] for v in variants(num_sms)}

@@ -14,9 +14,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -31,6 +32,7 @@ PEAK_BYTES_PER_S = 4.8e12
 """Data-sheet peaks of one H200: dense bf16 FLOP/s and HBM bytes/s."""
 
 Inputs = tuple[Any, ...]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class Row:
     baseline_seconds: float = math.nan
     sustained: Sustained | None = None
     note: str = ""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else a benchmark found, for its JSON line."""
 
     @property
     def roofline(self) -> float:
@@ -111,6 +115,15 @@ def lower_chain(f: Callable[..., Any], input_sets: Sequence[Inputs], *, calls: i
     return jax.jit(run).lower(input_sets)
 
 
+def compile_side_by_side(
+    lowered: Mapping[Key, Callable[[], jax.stages.Lowered]], compiler_options: Mapping[str, Any]
+) -> dict[Key, Any]:
+    """Executables. Lowering is Python and takes turns; XLA compiles the programs before meanwhile, in threads."""
+    with ThreadPoolExecutor() as pool:
+        compiling = {key: pool.submit(lower().compile, dict(compiler_options)) for key, lower in lowered.items()}
+        return {key: future.result() for key, future in compiling.items()}
+
+
 def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs], count: int) -> None:
     """Launches `count` runs with at most three in flight: the device never idles, and few results are alive at a time."""
     flying: list[Any] = []
@@ -119,6 +132,14 @@ def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequenc
         if len(flying) == 3:
             jax.block_until_ready(flying.pop(0))
     jax.block_until_ready(flying)
+
+
+def steady_seconds(c: Chain, input_sets: Sequence[Inputs], *, settle: float = 0.05, measure: float = 0.1) -> float:
+    """Mean seconds per call over `measure` seconds, after `settle` seconds of the same, in which the clock finds its place."""
+    c.seconds(input_sets, 2)  # first use
+    launch = c.seconds(input_sets, 3) * c.calls
+    c.seconds(input_sets, max(3, round(settle / launch)))
+    return c.seconds(input_sets, max(3, round(measure / launch)))
 
 
 def take_turns(
