@@ -193,7 +193,6 @@ class Offload:
         The slots of the step's rows move to its pieces.
         """
         continued = (self._owners[step.rows] == step.owners) & (self._next[step.rows] == step.positions)
-        continued &= step.positions % self._page_size > 0
         self._give_up(step.rows[~continued])
         pieces.slots[pieces.heads] = self._slots[step.rows]
         self._slots[step.rows] = -1
