@@ -171,7 +171,7 @@ def _compile(plan: Mapping[Case, Variants], total: int) -> Chains:
     for case, configs in plan.items():
         key, sets = (case.projection, case.m), gemm_shapes(case)
         f, calls[key] = functools.partial(gemm, swiglu=case.projection.swiglu, num_sms=total), _ALONE_CALLS["gemm"]
-        lowered[key] = functools.partial(timing.lower_chain, f, sets, calls=calls[key])
+        lowered[key] = functools.partial(timing.lower_chain, f, sets[: case.copies], calls=calls[key])
         for config in configs.values():
             calls[case, config] = PHASES
             lowered[case, config] = functools.partial(jax.jit(phases(case, config)).lower, [*sets, attention])

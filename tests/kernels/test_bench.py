@@ -240,17 +240,19 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "_PHASE_SECONDS", 4 * _TINY.flops(512) / (100 * beside._FLOPS_PER_SM))
 
 
-def test_phases_hold_all_gemms_and_attention_of_the_rows_asked_for(monkeypatch):
-    _tiny(monkeypatch)
-    monkeypatch.setattr(beside, "gemm", lambda a, b, *, swiglu, num_sms, config: reference.gemm(a, b, swiglu=swiglu))
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain reference in the place of the kernels, on no streams, two phases a program."""
+    monkeypatch.setattr(beside, "gemm", lambda a, b, *, swiglu, num_sms, config=None: reference.gemm(a, b, swiglu=swiglu))
     monkeypatch.setattr(beside, "decode_attention", lambda *args, num_sms: reference.decode_attention(*args))
     monkeypatch.setattr(beside, "on_stream", lambda number, f: f)
     monkeypatch.setattr(beside, "PHASES", 2)
+
+
+def test_phases_hold_all_gemms_and_attention_of_the_rows_asked_for(monkeypatch):
+    _tiny(monkeypatch)
+    _stand_in(monkeypatch)
     case = beside.Case(_TINY, 512, 100, 32)
     sets, attend = beside._gemm_sets(case), beside._attention_set()
-    assert [[(x.shape, x.dtype) for x in one] for one in sets] == [
-        [(x.shape, x.dtype) for x in one] for one in beside.gemm_shapes(case)
-    ]
     inputs = beside.with_rows([*sets, attend], 5)
     outs = jax.jit(beside.phases(case, GemmConfig(tile_m=128, tile_n=128)))(inputs)
     assert [len(products) for products, _ in outs] == [4, 4]
@@ -260,6 +262,18 @@ def test_phases_hold_all_gemms_and_attention_of_the_rows_asked_for(monkeypatch):
             paged.assert_close(product, reference.gemm(*sets[(4 * i + j) % len(sets)]))
         paged.assert_close(attended[:5], wanted[:5])
         assert not attended[5:].any()
+
+
+def test_beside_runs_what_it_compiles(monkeypatch):
+    _tiny(monkeypatch)
+    _stand_in(monkeypatch)
+    monkeypatch.setattr(beside, "_OPTIONS", {})
+    # More calls a phase than weights that suffice for a GEMM alone.
+    monkeypatch.setattr(timing, "copies_beyond_l2", lambda _: 2)
+    monkeypatch.setattr(timing, "steady_seconds", functools.partial(timing.steady_seconds, settle=0.0, measure=0.0))
+    rows = list(beside.benchmark("beside", [132], rows=(512,), names="tiny", attention_sms=(32,)))
+    assert rows[0].kernel == "beside chosen"
+    assert all(row.seconds > 0 and row.baseline_seconds > 0 for row in rows)
 
 
 def _modelled_us(key: tuple[Any, Any], attention_rows: int) -> float:
