@@ -30,9 +30,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from nanoflow_jax.checkpoints import resolve_smollm2
+from nanoflow_jax.checkpoints import read_config, resolve_smollm2
 from nanoflow_jax.config import PRESETS
-from nanoflow_jax.executor.runner import ExecutionMode, RunnerConfig
+from nanoflow_jax.executor.runner import RunnerConfig
+from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.kernels import KernelChoice
 from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
 from nanoflow_jax.plan import PlanSet
@@ -40,7 +41,7 @@ from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
-from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans
+from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import pool_tokens, steady_sizes
 
@@ -77,6 +78,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{longest} tokens do not fit the context of {args.model}, {PRESETS[args.model].max_context}")
     peer = run_peer(args) if args.peer_python else None
     plans = read_plans(args.plan) if args.plan else None
+    if args.mode == "auto":
+        config = read_config(args.model, args.models_dir)
+        args.mode, plans = resolve_mode("auto", plans, config, jax.devices()[0], args.tp_size)
     llm = LLM(
         args.model,
         random_weights=args.random_weights,
@@ -84,7 +88,8 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         tp_size=args.tp_size,
         options=RunnerConfig(
-            **step_sizes(args, plans),
+            **sizes_for(args, plans),
+            step_sizes=args.step_sizes,
             num_pages=args.num_pages,
             max_context=args.max_context or longest,
             mode=args.mode,
@@ -108,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(report))
 
 
-def step_sizes(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]:
+def sizes_for(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]:
     """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, `RunnerConfig`'s."""
     told = {name: getattr(args, name) for name in ("b_dense", "max_sequences", "page_size")}
     defaults = RunnerConfig()
@@ -339,6 +344,10 @@ def _progress_bar() -> Callable[[str, int, int], None]:
     return report
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     defaults = RunnerConfig()
     parser = argparse.ArgumentParser(prog="python -m nanoflow_jax.bench", description="Offline throughput of a model.")
@@ -355,6 +364,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument("--tp-size", type=int, default=1, help="devices to divide the model over (default %(default)s)")
     parser.add_argument("--b-dense", type=int, help="tokens per step (default: on a GPU from its memory)")
+    parser.add_argument("--step-sizes", type=_sizes, metavar="N,N,..", help="tokens of the steps to compile (default: some)")
     parser.add_argument("--max-sequences", type=int, help="requests running at once (default: on a GPU from its memory)")
     parser.add_argument("--page-size", type=int, help=f"tokens per KV page (default {defaults.page_size}, on a GPU 64)")
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
@@ -362,8 +372,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--mode",
         default=defaults.mode,
-        choices=get_args(ExecutionMode),
-        help="how steps are executed; all but sequential need --plan (default %(default)s)",
+        choices=("auto", *get_args(ExecutionMode)),
+        help="how steps are executed; auto: by --plan, else by the plans shipped for model and device; the others but "
+        "sequential need --plan (default %(default)s)",
     )
     parser.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
     parser.add_argument(

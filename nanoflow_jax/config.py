@@ -109,6 +109,11 @@ class ModelConfig:
         """Bytes of K and V that one token leaves in the cache, all layers and all KV heads."""
         return 2 * self.num_layers * self.kv_dim * dtype_bytes
 
+    def same_layer(self, other: "ModelConfig") -> bool:
+        """Whether a layer of `other` has the same operations on arrays of the same shapes; names and depths may differ."""
+        fields = ("d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "qkv_bias", "num_experts", "experts_per_token")
+        return all(getattr(self, field) == getattr(other, field) for field in fields)
+
 
 _LLAMA31_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=8192)
 

@@ -1,6 +1,7 @@
 """Tensor parallelism: how a model is divided over the mesh axis `tp`, and the collectives between the parts."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,3 +94,8 @@ def all_reduce(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
 def all_gather(x: Array, axis: int) -> Array:
     """Every rank's part of `axis` side by side, in rank order."""
     return lax.all_gather(x, TP, axis=axis, tiled=True)
+
+
+def device_name(device: Any) -> str:
+    """As plans and the hardware table name it: h200 for an "NVIDIA H200"."""
+    return device.device_kind.lower().removeprefix("nvidia ").split()[0]

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
-from nanoflow_jax.executor.runner import PLAN_OPTIONS  # as the executor compiles, so that kernels meet the same schedule
+from nanoflow_jax.executor.step import PLAN_OPTIONS  # as the executor compiles, so that kernels meet the same schedule
 from nanoflow_jax.executor.streams import on_stream
 from nanoflow_jax.kernels import Kernels, mosaic
 from nanoflow_jax.parallel import all_gather, all_reduce, make_mesh

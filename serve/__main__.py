@@ -21,6 +21,7 @@ from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_argument
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
 from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans
 from nanoflow_jax.runtime.service import EngineService
+from nanoflow_jax.runtime.sizing import serving_sizes
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
 from serve.address import DEFAULT_HOST, DEFAULT_PORT, Address, TcpAddress, UnixAddress
 from serve.backend import Backend
@@ -51,11 +52,26 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     types = ("auto", "bfloat16", "float16", "float32")
     group.add_argument("--dtype", default="auto", choices=types, help="auto: float32 on a CPU, else bfloat16 (default)")
     group.add_argument("--tp", type=int, default=1, help="devices to divide the model over (default %(default)s)")
-    group.add_argument("--b-dense", type=int, help=f"tokens of a full step (default: the plans' largest, or {runner.b_dense})")
+    on_gpu = serving_sizes(on_gpu=True)
     group.add_argument(
-        "--max-sequences", type=int, default=runner.max_sequences, help="sequences that run at once (default %(default)s)"
+        "--b-dense",
+        type=int,
+        help=f"tokens of a full step (default: the plans' largest, {runner.b_dense}, on a GPU {on_gpu['b_dense']})",
     )
-    group.add_argument("--page-size", type=int, default=runner.page_size, help="tokens per KV page (default %(default)s)")
+    group.add_argument(
+        "--step-sizes",
+        type=_sizes,
+        metavar="N,N,..",
+        help="tokens of the steps to compile; fewer start sooner and pad more (default: some between 64 and a full step)",
+    )
+    group.add_argument(
+        "--max-sequences",
+        type=int,
+        help=f"sequences that run at once (default {runner.max_sequences}, on a GPU {on_gpu['max_sequences']})",
+    )
+    group.add_argument(
+        "--page-size", type=int, help=f"tokens per KV page (default {runner.page_size}, on a GPU {on_gpu['page_size']})"
+    )
     group.add_argument("--num-pages", type=int, help="pages of the KV pool (default: from free device memory)")
     group.add_argument("--max-context", type=int, help="longest prompt and output together (default: the model's)")
     group.add_argument(
@@ -67,8 +83,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mode",
         default=runner.mode,
-        choices=get_args(ExecutionMode),
-        help="how steps are executed; all but sequential need --plan (default %(default)s)",
+        choices=("auto", *get_args(ExecutionMode)),
+        help="how steps are executed; auto: by --plan, else by the best plans known for model and device; the others but "
+        "sequential need --plan (default %(default)s)",
     )
     group.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
     group.add_argument(
@@ -87,6 +104,10 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--cache-dir", type=Path, default=default_cache_dir(), help="where compiled steps are kept (default %(default)s)"
     )
     cache.add_argument("--no-cache", action="store_true", help="compile everything anew")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
@@ -121,18 +142,10 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     """Raises ValueError: an option is out of range, or the plan is none; OSError: the plan cannot be read."""
     plans = read_plans(args.plan) if args.plan else None
-    b_dense = (largest_b_dense(plans) or RunnerConfig.b_dense) if args.b_dense is None else args.b_dense
-    runner = RunnerConfig(
-        b_dense=b_dense,
-        max_sequences=min(args.max_sequences, b_dense),
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        max_context=args.max_context,
-        memory_fraction=args.memory_fraction,
-        mode=args.mode,
-        plans=plans,
-        kernels=args.kernels,
-    )
+    names = ("b_dense", "step_sizes", "max_sequences", "page_size", "num_pages", "max_context", "memory_fraction", "kernels")
+    told = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if plans and args.b_dense is None:
+        told["b_dense"] = largest_b_dense(plans)
     return EngineOptions(
         model=args.model,
         random_weights=args.random_weights,
@@ -140,7 +153,9 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         models_dir=args.models_dir,
         dtype=args.dtype,
         tp_size=args.tp,
-        runner=runner,
+        mode=args.mode,
+        plans=plans,
+        told=told,
         sync=args.sync,
         prefix_cache=not args.no_prefix_cache,
         kv_tiers=tier_options(args),

@@ -2,22 +2,36 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 from tqdm import tqdm
 
+from nanoflow_jax.checkpoints import read_config
 from nanoflow_jax.kv_cache import claim_device_memory
+from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.engine import Engine
-from nanoflow_jax.runtime.llm import LLM, RunnerConfig, TierOptions
+from nanoflow_jax.runtime.llm import LLM, ExecutionMode, RunnerConfig, TierOptions
+from nanoflow_jax.runtime.plan_choice import largest_b_dense, resolve_mode
+from nanoflow_jax.runtime.sizing import serving_sizes
 from serve import protocol
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What to serve and how; `LLM` describes the fields. `cache_dir`: where compiled steps are kept; None: nowhere."""
+    """What to serve and how; `LLM` describes most fields.
+
+    Attributes:
+      mode, plans: see `plan_choice.resolve_mode`.
+      told: fields of `RunnerConfig` that are not left to the device at hand.
+      cache_dir: where compiled steps are kept; None: nowhere.
+    """
 
     model: str
     random_weights: bool
@@ -25,7 +39,9 @@ class EngineOptions:
     models_dir: Path | None
     dtype: str
     tp_size: int
-    runner: RunnerConfig
+    mode: ExecutionMode | Literal["auto"]
+    plans: PlanSet | None
+    told: Mapping[str, Any]
     sync: bool
     prefix_cache: bool
     kv_tiers: TierOptions | None
@@ -43,6 +59,8 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
         jax.config.update("jax_num_cpu_devices", options.tp_size)  # of no effect on other platforms
     claim_device_memory(0.95)
     dtype = options.dtype if options.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    runner = runner_config(options, jax.devices()[0])
+    _log.info("steps of up to %d tokens, mode %s", runner.b_dense, runner.mode)
     with _progress_bars("loading", "compiling") as progress:
         llm = LLM(
             options.model,
@@ -50,7 +68,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
             seed=options.seed,
             dtype=dtype,
             tp_size=options.tp_size,
-            options=options.runner,
+            options=runner,
             sync=options.sync,
             prefix_cache=options.prefix_cache,
             kv_tiers=options.kv_tiers,
@@ -59,6 +77,23 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
             progress=progress,
         )
     return llm.engine, describe(llm.engine, dtype, options.tp_size)
+
+
+def runner_config(options: EngineOptions, device: Any) -> RunnerConfig:
+    """What the options leave open is decided by the device.
+
+    Raises:
+      CheckpointError: the model, which decides what "auto" is, is unknown or unsound.
+      ValueError: an option is out of range, or does not go with another.
+    """
+    mode, plans = options.mode, options.plans
+    if mode == "auto":
+        config = read_config(options.model, options.models_dir)
+        mode, plans = resolve_mode(mode, plans, config, device, options.tp_size)
+    told: dict[str, Any] = {**serving_sizes(on_gpu=device.platform == "gpu"), **options.told}
+    b_dense = told.setdefault("b_dense", largest_b_dense(plans) or RunnerConfig.b_dense)
+    told["max_sequences"] = min(told.get("max_sequences", RunnerConfig.max_sequences), b_dense)
+    return RunnerConfig(mode=mode, plans=plans, **told)
 
 
 def describe(engine: Engine, dtype: str, tp_size: int) -> protocol.ModelDescription:

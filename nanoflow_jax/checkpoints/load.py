@@ -30,6 +30,11 @@ class LoadedModel:
     source: str
 
 
+def read_config(source: str | Path, models_dir: Path | None = None) -> ModelConfig:
+    """The config of a `source` as `load_model` takes it; reads no weights. Raises as `load_model`."""
+    return open_source(str(source), models_dir, needs_weights=False).config
+
+
 def load_model(
     source: str | Path,
     *,

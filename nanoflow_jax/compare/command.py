@@ -26,7 +26,9 @@ from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throug
 from nanoflow_jax.compare.trace import Event, NoDeviceTraceError, by_device, read_events
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
-from nanoflow_jax.executor.runner import ExecutionMode, enable_compilation_cache
+from nanoflow_jax.executor.runner import enable_compilation_cache
+from nanoflow_jax.executor.step import ExecutionMode
+from nanoflow_jax.parallel import device_name
 from nanoflow_jax.plan import PipelinePlan, PlanError, decode_plan
 from nanoflow_jax.workload import Workload, WorkloadError, parse_workload, steady_mix
 
@@ -62,7 +64,7 @@ def _prepare(args: argparse.Namespace, out: Path) -> tuple[Setup, dict[str, Any]
         plan = decode_plan(args.plan.read_bytes())
         _check_fits(plan, args)
     else:
-        hardware = args.hardware or _hardware_name(device)
+        hardware = args.hardware or device_name(device)
         progress(f"searching a plan for {args.model} on {args.tp} x {hardware}")
         plan = decode_plan(
             find_plan(
@@ -74,7 +76,7 @@ def _prepare(args: argparse.Namespace, out: Path) -> tuple[Setup, dict[str, Any]
         config=preset(plan.model), plan=plan, workload=args.workload, depths=(args.fewer_layers, args.layers),
         page_size=args.page_size, dtype=jnp.dtype(args.dtype),
     )  # fmt: skip
-    return setup, _optimal(setup, _hardware_name(device))
+    return setup, _optimal(setup, device_name(device))
 
 
 def _check_fits(plan: PipelinePlan, args: argparse.Namespace) -> None:
@@ -93,11 +95,6 @@ def _optimal(setup: Setup, at_hand: str) -> dict[str, Any]:
     throughput, rate = optimal_throughput(plan.model, plan.device, plan.tp, plan.b_dense, setup.workload)
     flops = throughput * 2 * setup.config.active_params
     return {"tokens_per_s_per_gpu": throughput, "compute_tflops": flops / 1e12, "rate": rate}
-
-
-def _hardware_name(device: Any) -> str:
-    """The hardware table's name of a device: "NVIDIA H200" is h200."""
-    return device.device_kind.lower().removeprefix("nvidia ").split()[0]
 
 
 def _run(

@@ -22,7 +22,7 @@ from nanoflow_jax.batch import pack, packed_size
 from nanoflow_jax.checkpoints.random_weights import random_parameters
 from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor.runner import ExecutionMode, step_function
+from nanoflow_jax.executor.step import ExecutionMode, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder, build_decoder

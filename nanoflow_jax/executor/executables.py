@@ -241,7 +241,8 @@ def obtain(
     begun = time.perf_counter()
     report, done, total = progress or (lambda *_: None), 0, 2 * len(jobs)
     executables: dict[int, jax.stages.Compiled] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # Each compilation has threads of its own; lowering, which is Python, should not have to wait for a core.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         loads = pool.map(lambda job: store.load(job.kind, job.source), jobs) if store else ()
         for index, (job, loaded) in enumerate(zip(jobs, loads, strict=False)):
             if loaded is not None:

@@ -16,31 +16,23 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size, unpack
-from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor import kv_transfer, nano_batch, sequential
+from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size
+from nanoflow_jax.config import PRESETS, ModelConfig
+from nanoflow_jax.executor import kv_transfer
 from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, describe_arrays, obtain
 from nanoflow_jax.executor.executables import enable_compilation_cache as enable_compilation_cache
 from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
-from nanoflow_jax.kernels import KernelChoice, best_choice, kernels_for
-from nanoflow_jax.kv_cache import KV_PARTITION, KVCache, create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
-from nanoflow_jax.models.decoder import Decoder, decoder_partition
+from nanoflow_jax.executor.step import ExecutionMode, sample_step, step_function
+from nanoflow_jax.kernels import KernelChoice, best_choice
+from nanoflow_jax.kv_cache import create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
+from nanoflow_jax.models.decoder import Decoder
 from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import PipelinePlan, PlanSet
-from nanoflow_jax.sampling import SamplingMode, sample, sampling_mode
+from nanoflow_jax.sampling import SamplingMode, sampling_mode
 
 MAX_LOGPROBS = 20
-ExecutionMode = Literal["sequential", "nano", "xla", "streams", "fused"]
 KVOffload = Literal["off", "on", "both"]
-# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
-PLAN_OPTIONS = {
-    "xla_gpu_dot_merger_threshold_mb": "0",
-    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
-    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
-    "xla_gpu_enable_command_buffer": "",
-    "xla_gpu_experimental_use_collective_kernels": "",
-}
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
 # Leading bits of the number of pages that fit which count; the rest, at most 0.2 %, stays free.
@@ -59,10 +51,12 @@ class RunnerConfig:
       max_context: longest prompt plus output; None takes the model's. It sets the width of block tables.
       memory_fraction: share of the free device memory that the pool may take when num_pages is None.
       mode: how a step is executed. Other than "sequential", it goes by `plans` where the batcher finds that one of them pays.
-      plans: what the search found; each plan's b_dense must be a compiled step size.
+      plans: what the search found, for the model or one with the same layers; each plan's b_dense becomes a step size.
       kernels: see `nanoflow_jax.kernels`; "auto" takes what is best on the device at hand.
       kv_offload: "on" compiles steps that also hand out K and V of their tokens, and what brings pages back (see
         `kv_transfer`); "both" compiles the plain steps too, for comparing.
+      step_sizes: tokens of the steps to compile; a step takes the smallest that holds it. Fewer compile sooner, and pad more.
+        `b_dense` and those of plans are added. None chooses.
       greedy_only: compiles no sampling but the greedy one, without log-probabilities: steps that need another cannot be
         launched. For benchmarks, which start sooner that way.
     """
@@ -77,6 +71,7 @@ class RunnerConfig:
     plans: PlanSet | None = None
     kernels: KernelChoice | Literal["auto"] = "auto"
     kv_offload: KVOffload = "off"
+    step_sizes: tuple[int, ...] | None = None
     greedy_only: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +82,8 @@ class RunnerConfig:
             raise ValueError(
                 f"RunnerConfig: max_sequences={self.max_sequences} exceeds b_dense={self.b_dense}; each sequence takes a token"
             )
+        if not all(0 < size <= self.b_dense for size in self.step_sizes or ()):
+            raise ValueError(f"RunnerConfig: step_sizes={self.step_sizes} must be positive and at most b_dense={self.b_dense}")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"RunnerConfig: memory_fraction={self.memory_fraction} must lie in (0, 1]")
         if self.mode not in get_args(ExecutionMode):
@@ -97,8 +94,8 @@ class RunnerConfig:
             raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
 
 
-def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, *, on_gpu: bool) -> tuple[BatchShape, ...]:
-    """The sizes of steps, ascending, the last `b_dense`.
+def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:
+    """Tokens of steps unless told otherwise, ascending, the last `b_dense`.
 
     On CPUs powers of two from 16. A GPU reads all weights in every step and multiplies 64 rows meanwhile, so less would cost as
     much; from 128 tokens on time is in proportion to rows, padding included, and sizes grow by 128 or by a quarter.
@@ -114,7 +111,7 @@ def step_shapes(b_dense: int, max_sequences: int, pages_per_seq: int, *, on_gpu:
     while size < b_dense:
         sizes.append(size)
         size = following(size)
-    return tuple(BatchShape(size, min(size, max_sequences), pages_per_seq) for size in (*sizes, b_dense))
+    return [*sizes, b_dense]
 
 
 class ModelRunner:
@@ -149,9 +146,15 @@ class ModelRunner:
         device = mesh.devices.flat[0]
         self._num_sms = getattr(device, "core_count", None) or 1
         self._on_gpu = device.platform == "gpu"
-        self.shapes = step_shapes(options.b_dense, options.max_sequences, self.pages_per_seq, on_gpu=self._on_gpu)
         self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
+        sizes = set(options.step_sizes or step_sizes(options.b_dense, on_gpu=self._on_gpu))
+        sizes |= {options.b_dense, *(plan.b_dense for plan in self.plans)}
+        self.shapes = tuple(
+            BatchShape(size, min(size, self.max_sequences), self.pages_per_seq)
+            for size in sorted(sizes)
+            if size <= options.b_dense
+        )
         self.num_compilations = self.num_loaded = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
@@ -264,10 +267,12 @@ class ModelRunner:
         for plan in self.plans:
             wanted = (plan.model, plan.tp, plan.partition == "all_gather")
             have = (self.config.name, self._layout.tp_size, self._layout.gathered_o_proj)
-            if wanted != have:
+            known = PRESETS.get(plan.model)
+            same_model = plan.model == self.config.name or (known is not None and known.same_layer(self.config))
+            if not same_model or wanted[1:] != have[1:]:
                 raise ValueError(f"a plan for (model, tp, gathered o_proj) {wanted} does not fit {have}")
-            if plan.b_dense not in {shape.num_tokens for shape in self.shapes}:
-                raise ValueError(f"a plan of {plan.b_dense=} fits none of the step sizes {self.shapes}")
+            if plan.b_dense > self.shapes[-1].num_tokens:
+                raise ValueError(f"a plan of {plan.b_dense=} is larger than steps, b_dense={self.shapes[-1].num_tokens}")
         if self._mode in ("streams", "fused") and self._on_gpu and jax.__version_info__ < (0, 11):
             raise ValueError(f"mode {self._mode!r} needs jax 0.11 or newer, this is {jax.__version__}")
 
@@ -319,90 +324,6 @@ class ModelRunner:
             (shape.num_rows, self._layout.padded_vocab_size), jnp.float32, sharding=self._replicated
         )
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
-        step = functools.partial(_sample_step, shape=shape, mode=mode, num_logprobs=num_logprobs)
+        step = functools.partial(sample_step, shape=shape, mode=mode, num_logprobs=num_logprobs)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=(self._replicated, self._replicated))
         return jitted.lower(row_logits, self._last_tokens, packed)
-
-
-def step_function(
-    config: ModelConfig,
-    layout: ParallelLayout,
-    mesh: jax.sharding.Mesh,
-    graph: Any,
-    shape: BatchShape,
-    *,
-    plan: PipelinePlan | None,
-    mode: ExecutionMode,
-    kernels: KernelChoice,
-    num_sms: int,
-    on_gpu: bool,
-    num_kv_groups: int = 0,
-) -> Any:
-    """The jitted forward of one step: (weights, cache, last tokens, packed batch) -> (row logits, cache); the cache is donated.
-
-    Args:
-      graph: `nnx.graphdef` of the decoder.
-      plan: executed in `mode`; None is the sequential step.
-      num_sms: what a sequential step may use; a plan has budgets of its own.
-      on_gpu: the mesh is made of GPUs, so streams and XLA's GPU options apply.
-      num_kv_groups: more results, K and V of the step's tokens: one per group of so many groups of layers; see `kv_transfer`.
-    """
-    budgeted = kernels_for(kernels)
-    if plan is None:
-        execute = functools.partial(sequential.forward, kernels=budgeted(num_sms))
-    else:
-        execute = functools.partial(
-            nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu
-        )
-
-    # With streams of its own XLA waits for a copy as soon as it has started it; there the copy follows the step.
-    to_host = on_gpu and (plan is None or mode in ("nano", "xla"))
-
-    def forward(weights: Any, cache: KVCache, last_tokens: jax.Array, packed: jax.Array) -> tuple:
-        new_kv = kv_transfer.LeavingKV(config.num_layers, num_kv_groups, to_host=to_host) if num_kv_groups else None
-        decoder, batch = nnx.merge(graph, weights), unpack(packed, shape)
-        out = execute(config, layout, decoder, cache, last_tokens, batch, new_kv=new_kv)
-        return out if new_kv is None else (*out, *new_kv.groups)
-
-    replicated = PartitionSpec()
-    out_specs = (replicated, KV_PARTITION, *[kv_transfer.NEW_KV_PARTITION] * num_kv_groups)
-    sharded = jax.shard_map(
-        forward,
-        mesh=mesh,
-        in_specs=(decoder_partition(config, layout), KV_PARTITION, replicated, replicated),
-        out_specs=out_specs,
-        check_vma=False,
-    )
-    leaving = kv_transfer.leaving_sharding(mesh, to_host=to_host)
-    return jax.jit(
-        sharded,
-        donate_argnums=1,
-        out_shardings=(None, None, *[leaving] * num_kv_groups) if num_kv_groups else None,
-        compiler_options=PLAN_OPTIONS if plan and on_gpu else None,
-    )
-
-
-def _sample_step(
-    row_logits: jax.Array,
-    last_tokens: jax.Array,
-    packed: jax.Array,
-    *,
-    shape: BatchShape,
-    mode: SamplingMode,
-    num_logprobs: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Samples every row; returns int32[S, 2 + 2 n] (token, logprob bits, top ids, top logprob bits) and the new last tokens."""
-    batch = unpack(packed, shape)
-    sampled = sample(row_logits, batch, mode, num_logprobs)
-    # Rows that sample nothing have sequence row -1; as an index that would be the last row, so they are sent out of range.
-    target = jnp.where(batch.sequence_rows < 0, last_tokens.shape[0], batch.sequence_rows)
-    last_tokens = last_tokens.at[target].set(sampled.token_ids, mode="drop")
-    columns = [sampled.token_ids[:, None], _bits(sampled.logprobs)[:, None]]
-    if num_logprobs:
-        assert sampled.top_ids is not None and sampled.top_logprobs is not None
-        columns += [sampled.top_ids, _bits(sampled.top_logprobs)]
-    return jnp.concatenate(columns, axis=1), last_tokens
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)

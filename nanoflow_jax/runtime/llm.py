@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import load_model
 from nanoflow_jax.executor.executables import enable_compilation_cache
-from nanoflow_jax.executor.runner import ExecutionMode as ExecutionMode
 from nanoflow_jax.executor.runner import ModelRunner
 from nanoflow_jax.executor.runner import RunnerConfig as RunnerConfig
+from nanoflow_jax.executor.step import ExecutionMode as ExecutionMode
 from nanoflow_jax.kernels import KernelChoice as KernelChoice
 from nanoflow_jax.parallel import make_mesh
 from nanoflow_jax.runtime.engine import Engine

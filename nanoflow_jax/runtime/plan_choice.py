@@ -1,10 +1,15 @@
-"""Which plan, if any, the next step is executed by; and plans from files."""
+"""Which plan, if any, the next step is executed by; plans from files, and those that come with the program."""
 
 import functools
+from importlib import resources
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from nanoflow_jax.config import PRESETS, ModelConfig
+from nanoflow_jax.executor.step import ExecutionMode
+from nanoflow_jax.parallel import device_name
 from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, decode_plan, decode_plan_set
 
 
@@ -72,6 +77,35 @@ def read_plans(path: Path) -> PlanSet:
         # One plan says nothing about smaller batches: half of its own is a guess. A plan set carries the search's answer.
         crossover_tokens=plan.b_dense // 2,
     )
+
+
+def shipped_plans(config: ModelConfig, device: Any, tp_size: int) -> PlanSet | None:
+    """The plans that come with this program for a model with these layers on such devices; None if there are none.
+
+    They are those that were measured to be faster than sequential execution (docs/performance.md).
+    """
+    for entry in sorted(resources.files("nanoflow_jax").joinpath("plans").iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".json"):
+            plans = decode_plan_set(entry.read_bytes())
+            if (plans.device, plans.tp) == (device_name(device), tp_size) and PRESETS[plans.model].same_layer(config):
+                return plans
+    return None
+
+
+def resolve_mode(
+    mode: ExecutionMode | Literal["auto"], plans: PlanSet | None, config: ModelConfig, device: Any, tp_size: int
+) -> tuple[ExecutionMode, PlanSet | None]:
+    """The mode, and the plans that go with it.
+
+    "auto" takes the best known: plans on streams, the given ones or else the shipped ones (on a CPU, which has no streams, one
+    nano-operation after another), and without plans sequential execution.
+    """
+    if mode != "auto":
+        return mode, plans
+    plans = plans or shipped_plans(config, device, tp_size)
+    if plans is None:
+        return "sequential", None
+    return "streams" if device.platform == "gpu" else "nano", plans
 
 
 def largest_b_dense(plans: PlanSet | None) -> int | None:

@@ -35,6 +35,14 @@ def steady_sizes(pool_tokens: int, input_tokens: int, output_tokens: int) -> Ste
     return StepSizes(b_dense, min(b_dense, _up(sequences * 5 // 4, 64)))
 
 
+def serving_sizes(*, on_gpu: bool) -> dict[str, int]:
+    """Fields of `RunnerConfig` for a server that knows nothing of its requests.
+
+    A GPU multiplies 2048 tokens at its full rate, and its memory keeps some thousand sequences of an 8B model.
+    """
+    return {"b_dense": 2048, "max_sequences": 1024, "page_size": 64} if on_gpu else {}
+
+
 def pool_tokens(config: ModelConfig, tp: int, free_bytes: int, itemsize: int) -> int:
     """Tokens of KV cache that fit on `tp` devices of `free_bytes` each, before the weights are there."""
     weights, per_token = config.num_params * itemsize, config.kv_bytes_per_token(itemsize)

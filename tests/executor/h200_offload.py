@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import BatchShape, packed_size
 from nanoflow_jax.config import preset
-from nanoflow_jax.executor.runner import ExecutionMode, step_function
+from nanoflow_jax.executor.step import ExecutionMode, step_function
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder
 from nanoflow_jax.parallel import TP, parallel_layout

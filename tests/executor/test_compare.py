@@ -15,7 +15,7 @@ from nanoflow_jax.compare import command, measure, report
 from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throughput
 from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import preset
-from nanoflow_jax.executor.runner import ExecutionMode
+from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
 from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels.power import PowerMeter

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from nanoflow_jax.batch import BatchShape, empty_batch
-from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes
+from nanoflow_jax.config import preset
+from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_sizes
 from nanoflow_jax.kernels import best_choice
 from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit
 from nanoflow_jax.plan import PlanSet
@@ -122,7 +123,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     sizes = {"moe": False, "tile": 4, "decode_tokens": 8}
     for change, message in [
         ({"model": "other", "b_dense": 48, "tp": 1, "partition": "none"}, "other"),
-        ({"model": model.config.name, "b_dense": 44, "tp": 1, "partition": "none"}, "fits none of the step sizes"),
+        ({"model": model.config.name, "b_dense": 52, "tp": 1, "partition": "none"}, "larger than steps"),
         ({"model": model.config.name, "b_dense": 48, "tp": 2, "partition": "all_gather"}, "does not fit"),
     ]:
         plan = random_plan(np.random.default_rng(0), **sizes, **change)
@@ -132,13 +133,42 @@ def test_plans_that_do_not_fit_are_refused() -> None:
             ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
 
 
-def test_shapes() -> None:
-    sizes = [(16, 16), (32, 32), (64, 40), (128, 40), (200, 40)]
-    assert [(s.num_tokens, s.num_rows) for s in step_shapes(200, 40, 8, on_gpu=False)] == sizes
-    assert [s.num_tokens for s in step_shapes(16, 4, 8, on_gpu=False)] == [16]
-    assert [s.num_tokens for s in step_shapes(5, 4, 8, on_gpu=False)] == [5]
-    sizes = [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1920, 2048]
-    assert [s.num_tokens for s in step_shapes(2048, 512, 8, on_gpu=True)] == sizes
+def test_step_sizes() -> None:
+    assert step_sizes(200, on_gpu=False) == [16, 32, 64, 128, 200]
+    assert step_sizes(16, on_gpu=False) == [16]
+    assert step_sizes(5, on_gpu=False) == [5]
+    assert step_sizes(2048, on_gpu=True) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1920, 2048]
+
+
+def test_shapes_are_those_asked_for_and_those_of_plans() -> None:
+    model = tiny_model("llama3-tiny")
+    plan = random_plan(
+        np.random.default_rng(0),
+        moe=False,
+        tile=4,
+        decode_tokens=8,
+        model=model.config.name,
+        b_dense=48,
+        tp=1,
+        partition="none",
+    )
+    plans = PlanSet(model=plan.model, device="none", tp=1, plans=(plan,), sequential=(), crossover_tokens=0)
+    options = RunnerConfig(b_dense=64, max_sequences=20, num_pages=8, mode="nano", plans=plans, step_sizes=(16, 24))
+    runner = ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+    assert [(s.num_tokens, s.num_rows) for s in runner.shapes] == [(16, 16), (24, 20), (48, 20), (64, 20)]
+
+
+def test_a_plan_serves_a_model_of_another_name_with_the_same_layers() -> None:
+    model = tiny_model("llama3-tiny")
+    plan = random_plan(
+        np.random.default_rng(0), moe=False, tile=4, decode_tokens=8, model="llama3-8b", b_dense=48, tp=1, partition="none"
+    )
+    plans = PlanSet(model=plan.model, device="none", tp=1, plans=(plan,), sequential=(), crossover_tokens=0)
+    options = RunnerConfig(b_dense=48, max_sequences=4, num_pages=8, mode="nano", plans=plans)
+    with pytest.raises(ValueError, match="llama3-8b"):
+        ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+    assert preset("llama3-8b").same_layer(preset("llama3.1-8b"))
+    assert not preset("llama3-8b").same_layer(preset("llama2-7b"))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +178,7 @@ def test_shapes() -> None:
         ({"b_dense": 8, "max_sequences": 9}, "max_sequences=9 exceeds b_dense=8"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.0"),
         ({"page_size": -1}, "page_size=-1"),
+        ({"b_dense": 64, "step_sizes": (16, 65)}, "step_sizes=\\(16, 65\\)"),
         ({"mode": "nano"}, "needs plans"),
         ({"mode": "fast"}, "mode='fast'"),
     ],
