@@ -2,8 +2,8 @@
 
 Every byte is copied once, from where the step left it to its place in the host tier. A page may take many steps to fill, so it
 has its slot there from its first token on. A table row, a running sequence, has one such unfinished page at most; with the last
-token it gets its name and can be found. All decisions are made on one thread, step after step, with numpy over a step's pages,
-and a few other threads copy: for long stretches without the interpreter's lock, which the engine's thread needs.
+token it gets its name and can be found. One thread decides, step after step, with numpy over a step's pages, and copies, and a
+few others help it: for long stretches without the interpreter's lock, which the engine's thread needs.
 
 An unfinished page is given up, and its slot back, when tokens come for its row that do not continue it, when its sequence has
 no more tokens there, and by `drain` and `stop`. Such pages hold half of the slots at most, so that they never keep others out.
@@ -17,7 +17,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence as Sized
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,10 @@ from nanoflow_jax.runtime.sequences import Phase, SequenceTable
 IN_FLIGHT_BYTES = 1 << 30
 # One core copies 10 GB/s, half of what the fastest steps bring; four come close to what the memory of a server gives.
 _COPY_THREADS = min(4, os.cpu_count() or 1)
-# What one thread copies at a time is at least this much, where there is so much: handing it over costs some 50 microseconds.
+# Each of them has at least this much to copy: handing it over costs some 50 microseconds.
 _MIN_COPY_BYTES = 1 << 20
-# Tokens that do not lie together are gathered first, as many at a time as a core's cache holds.
-_GATHER_BYTES = 1 << 19
+# Tokens that do not lie together, which is rare, are gathered first, so many bytes at a time.
+_GATHER_BYTES = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Offload:
         # [slots, groups, page_size] of tokens, flat.
         self._memory = store.host_pages.reshape(-1, store.page_bytes // (num_groups * page_size))
         self._workers = Workers("kv-offload", 1, max_waiting=IN_FLIGHT_BYTES, faults=store.faults)
-        self._copiers = ThreadPoolExecutor(_COPY_THREADS, "kv-copy")
+        self._copiers = ThreadPoolExecutor(max(1, _COPY_THREADS - 1), "kv-copy")  # beside the worker
         # Of each row: the slot of its unfinished page, -1 if none is kept; whose tokens it has, all up to which position.
         self._slots = np.full(num_rows, -1)
         self._owners = np.full(num_rows, -1, np.int64)
@@ -208,24 +208,35 @@ class Offload:
         pieces.slots[wanted[: len(slots)]] = slots
 
     def _copy(self, arrays: Sized[Any], pieces: Pieces) -> float:
-        """Copies tokens to their slots, each group of layers as soon as it has arrived; returns the threads' seconds."""
+        """Waits for a step's arrays and copies their tokens to their slots; returns the threads' seconds.
+
+        Few and long copies: each time a thread comes back from one, it may have to wait for the interpreter's lock.
+        """
+        groups = [_token_bytes(np.asarray(array)) for array in arrays]
         kept = pieces.slots >= 0
         sources = _ranges(pieces.place[kept], pieces.count[kept])
         first = pieces.slots[kept] * (self._num_groups * self._page_size) + pieces.offset[kept]
-        targets = _ranges(first, pieces.count[kept])
-        num_parts = max(1, min(-(-_COPY_THREADS // self._num_groups), targets.size * self._memory.shape[1] // _MIN_COPY_BYTES))
-        bounds = [targets.size * i // num_parts for i in range(num_parts + 1)]
-        copies: list[Future[float]] = []
+        targets, count = _ranges(first, pieces.count[kept]), sources.size
+        if count == 0:
+            return 0.0
+
+        def copy(start: int, stop: int) -> float:
+            """A part of all groups' tokens, one group after the other."""
+            begin = time.perf_counter()
+            for group in range(start // count, -(-stop // count)):
+                part = slice(max(0, start - group * count), min(count, stop - group * count))
+                _copy_rows(self._memory, targets[part] + group * self._page_size, groups[group], sources[part])
+            return time.perf_counter() - begin
+
+        total = count * self._num_groups
+        num_parts = max(1, min(_COPY_THREADS, total * self._memory.shape[1] // _MIN_COPY_BYTES))
+        bounds = [total * i // num_parts for i in range(num_parts + 1)]
+        others = [self._copiers.submit(copy, a, b) for a, b in itertools.pairwise(bounds[1:])]
         try:
-            for group, array in enumerate(arrays):
-                rows = np.asarray(array)  # waits for it
-                rows = rows.reshape(len(rows), -1).view(np.uint8)
-                for a, b in itertools.pairwise(bounds):
-                    part = targets[a:b] + group * self._page_size
-                    copies.append(self._copiers.submit(_copy_rows, self._memory, part, rows, sources[a:b]))
+            seconds = copy(0, bounds[1])
         finally:
-            wait(copies)  # they write to slots
-        return sum(copy.result() for copy in copies)
+            wait(others)  # they write to slots
+        return seconds + sum(other.result() for other in others)
 
     def _give_up(self, rows: np.ndarray) -> None:
         """Gives back the slots of unfinished pages of `rows`."""
@@ -243,14 +254,18 @@ def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(first - (ends - counts), counts) + np.arange(ends[-1] if ends.size else 0)
 
 
-def _copy_rows(memory: np.ndarray, targets: np.ndarray, rows: np.ndarray, sources: np.ndarray) -> float:
-    """memory[targets] = rows[sources], `sources` ascending; returns the seconds. numpy holds no lock while it copies."""
-    begin, count = time.perf_counter(), targets.size
-    if count and sources[-1] - sources[0] == count - 1:
+def _token_bytes(array: np.ndarray) -> np.ndarray:
+    """uint8[T, bytes per token], without a copy."""
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _copy_rows(memory: np.ndarray, targets: np.ndarray, rows: np.ndarray, sources: np.ndarray) -> None:
+    """memory[targets] = rows[sources], `sources` ascending. numpy does not hold the interpreter's lock while it copies."""
+    count = targets.size
+    if sources[-1] - sources[0] == count - 1:
         memory[targets] = rows[sources[0] : sources[0] + count]
-        return time.perf_counter() - begin
+        return
     portion = max(1, _GATHER_BYTES // memory.shape[1])
     for start in range(0, count, portion):
         chosen = slice(start, start + portion)
         memory[targets[chosen]] = rows[sources[chosen]]
-    return time.perf_counter() - begin
