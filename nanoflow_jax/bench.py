@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
@@ -44,29 +44,9 @@ from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import pool_tokens, steady_sizes
+from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
 
 _GPU_PAGE_SIZE = 64
-_HOST_PARTS = ("form_s", "launch_s", "consume_s", "wait_s")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """One call of `Engine.step`: the step whose results it read, and where the call's time went.
-
-    `prompt_tokens` and `decode_tokens` are what that step computed, `output_tokens` what came out: a prompt's last chunk gives
-    the first token of its output.
-    """
-
-    prompt_tokens: int
-    decode_tokens: int
-    output_tokens: int
-    waiting: int
-    finished: int
-    total_s: float
-    form_s: float
-    launch_s: float
-    consume_s: float
-    wait_s: float
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -219,7 +199,7 @@ def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
             previous, launched = launched, _tokens(before, after)
             prompt_tokens, decode_tokens = launched if engine.sync else previous
             output_tokens = after.output_tokens - before.output_tokens
-            parts = {part: getattr(after, part) - getattr(before, part) for part in _HOST_PARTS}
+            parts = {part: getattr(after, part) - getattr(before, part) for part in HOST_PARTS}
             records.append(
                 StepRecord(prompt_tokens, decode_tokens, output_tokens, after.waiting, len(events), total_s, **parts)
             )
@@ -232,54 +212,6 @@ def _tokens(before: EngineStats, after: EngineStats) -> tuple[int, int]:
     """Prompt and decode tokens that the step launched in between computes."""
     prompt = after.prefill_tokens - before.prefill_tokens
     return prompt, after.batch_tokens - before.batch_tokens - prompt
-
-
-def summarise(records: list[StepRecord], stats: EngineStats) -> dict:
-    """Rates and times of the whole run, the steady state and each kind of step, as a dictionary for JSON."""
-    kinds: dict[str, Callable[[StepRecord], bool]] = {
-        "prefill": lambda r: r.prompt_tokens > 0 and r.decode_tokens == 0,
-        "mixed": lambda r: r.prompt_tokens > 0 and r.decode_tokens > 0,
-        "decode": lambda r: r.prompt_tokens == 0 and r.decode_tokens > 0,
-    }
-    return {
-        "whole": rates(records),
-        "steady": rates(steady_state(records)),
-        "by_kind": {name: rates(filter(is_kind, records)) for name, is_kind in kinds.items()},
-        "batch_fill": stats.batch_tokens / max(1, stats.padded_tokens),
-        "preemptions": stats.preemptions,
-        "num_pages": stats.num_pages,
-        "b_dense": stats.b_dense,
-        "num_compilations": stats.num_compilations,
-    }
-
-
-def steady_state(records: list[StepRecord]) -> list[StepRecord]:
-    """From the first finished request to the last admission: the batch is as full as it gets. May be empty."""
-    first = next((i for i, r in enumerate(records) if r.finished), len(records))
-    last = max((i for i, r in enumerate(records) if r.waiting), default=-1)
-    return records[first + 1 : last + 1]
-
-
-def rates(records: Iterable[StepRecord]) -> dict | None:
-    """Steps, seconds, tokens/s and the share of each part of the host's time; None without steps."""
-    records = list(records)
-    seconds = sum(r.total_s for r in records)
-    if not seconds:
-        return None
-    parts = {part: sum(getattr(r, part) for r in records) for part in _HOST_PARTS}
-    prompt_tokens, output_tokens = sum(r.prompt_tokens for r in records), sum(r.output_tokens for r in records)
-    return {
-        "steps": len(records),
-        "seconds": seconds,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "total_tokens_per_s": (prompt_tokens + output_tokens) / seconds,
-        "output_tokens_per_s": output_tokens / seconds,
-        "step_ms": 1e3 * seconds / len(records),
-        **{part.replace("_s", "_ms"): 1e3 * value / len(records) for part, value in parts.items()},
-        "scheduling_share": (parts["form_s"] + parts["consume_s"]) / seconds,
-        "wait_share": parts["wait_s"] / seconds,
-    }
 
 
 def environment(tp_size: int) -> dict:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoflow_jax import plan as plans
+from nanoflow_jax import plan_files
 from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.workload import BatchMix, Workload, WorkloadError, parse_workload, steady_mix
 from search import profile_table
@@ -151,7 +152,7 @@ def _plan(args: argparse.Namespace) -> None:
     simulate(outcome.plan, costing)
     print(plan_table(outcome))
     if args.out:
-        args.out.write_bytes(plans.encode(outcome.plan))
+        args.out.write_bytes(plan_files.encode(outcome.plan))
     if args.plot:
         from search.plots import draw
 
@@ -170,13 +171,13 @@ def _hand(args: argparse.Namespace) -> None:
     costing = Costing(model=model, table=table, mix=mix, partition=partition)
     plan = hand_pipeline(costing, args.border, args.attention_sms)
     simulate(plan, costing)
-    args.out.write_bytes(plans.encode(plan))
+    args.out.write_bytes(plan_files.encode(plan))
     print(json.dumps(plan_record(plan, 0.0)))
 
 
 def _join(args: argparse.Namespace) -> None:
-    plan_set = join_plans([plans.decode_plan(path.read_bytes()) for path in args.plans])
-    args.out.write_bytes(plans.encode(plan_set))
+    plan_set = join_plans([plan_files.decode_plan(path.read_bytes()) for path in args.plans])
+    args.out.write_bytes(plan_files.encode(plan_set))
     record = {
         "model": plan_set.model, "hardware": plan_set.device, "tp": plan_set.tp, "plans": len(plan_set.plans),
         "crossover_tokens": plan_set.crossover_tokens,
@@ -204,7 +205,7 @@ def _plan_set(args: argparse.Namespace) -> None:
             flush=True,
         )
     plan_set = make_plan_set(model, table, found, grid)
-    args.out.write_bytes(plans.encode(plan_set))
+    args.out.write_bytes(plan_files.encode(plan_set))
     record = {
         "model": model.name, "hardware": table.device, "tp": table.tp, "plans": len(plan_set.plans),
         "crossover_tokens": plan_set.crossover_tokens, "solve_s": round(seconds, 2),
@@ -213,7 +214,7 @@ def _plan_set(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    plan = plans.decode_plan(args.plan.read_bytes())
+    plan = plan_files.decode_plan(args.plan.read_bytes())
     model = preset(plan.model)
     mix = steady_mix(parse_workload(args.workload), plan.b_dense)
     table = _load_profile(args.profile, model, plan.device, plan.tp, [mix])

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from nanoflow_jax.plan import NanoBatch, Partition, Phase, PipelinePlan, Prediction, Resource, Shares, token_range, validate
+from nanoflow_jax.plan import NanoBatch, Partition, Phase, PipelinePlan, Prediction, Resource, Shares, token_range
+from nanoflow_jax.plan_files import validate
 from search.analytic import kernel_energy_j, kernel_work
 from search.assemble import Intensity, Placed, Segment, fold
 from search.hardware import hardware

@@ -22,8 +22,8 @@ from nanoflow_jax.plan import (
     depends,
     layer_graph,
     present_operations,
-    validate,
 )
+from nanoflow_jax.plan_files import validate
 from search.assemble import Intensity, Placed, Segment, fold
 
 

@@ -12,7 +12,8 @@ the durations of a phase's two chains differ.
 import dataclasses
 from collections.abc import Sequence
 
-from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range, validate
+from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range
+from nanoflow_jax.plan_files import validate
 from search.assemble import Placed, Segment, fold
 from search.build_plan import intensity, operation_energy
 from search.interference import performance, share_of_sms

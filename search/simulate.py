@@ -8,7 +8,8 @@ phase, each ending when the work planned for it is done. The period is measured 
 
 import dataclasses
 
-from nanoflow_jax.plan import NanoOperation, PipelinePlan, PlanError, Resource, edges, plan_graph, validate
+from nanoflow_jax.plan import NanoOperation, PipelinePlan, PlanError, Resource, edges, plan_graph
+from nanoflow_jax.plan_files import validate
 from search.analytic import kernel_energy_j
 from search.interference import performance
 from search.problem import Costing

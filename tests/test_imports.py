@@ -12,7 +12,7 @@ PACKAGES = ("pallas_kernels", "nanoflow_jax", "search", "serve")
 
 # Layers of nanoflow_jax, lowest first; a module may import its own layer and those below.
 LAYERS = (
-    {"config", "plan", "workload"},
+    {"config", "plan", "plan_files", "workload"},
     {"batch", "kernels", "kv_cache", "parallel", "tokenizer"},
     {"models"},
     {"operations", "sampling", "checkpoints"},
@@ -27,7 +27,7 @@ FORBIDDEN = {
     "serve": ("search", "nanoflow_jax.executor", "nanoflow_jax.models", "nanoflow_jax.operations", "pallas_kernels"),
 }
 WITHOUT_JAX = (
-    *("nanoflow_jax.config", "nanoflow_jax.plan", "nanoflow_jax.workload", "nanoflow_jax.tokenizer"),
+    *("nanoflow_jax.config", "nanoflow_jax.plan", "nanoflow_jax.plan_files", "nanoflow_jax.workload", "nanoflow_jax.tokenizer"),
     *("serve.protocol", "serve.client", "search"),
 )
 

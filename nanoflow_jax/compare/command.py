@@ -29,7 +29,8 @@ from nanoflow_jax.executor.phases import group
 from nanoflow_jax.executor.runner import enable_compilation_cache
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
-from nanoflow_jax.plan import PipelinePlan, PlanError, decode_plan
+from nanoflow_jax.plan import PipelinePlan, PlanError
+from nanoflow_jax.plan_files import decode_plan
 from nanoflow_jax.workload import Workload, WorkloadError, parse_workload, steady_mix
 
 # Of a time limit, what may pass until measuring starts although some modes still compile.

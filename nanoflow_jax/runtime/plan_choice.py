@@ -10,7 +10,8 @@ import numpy as np
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
-from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, decode_plan, decode_plan_set
+from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime
+from nanoflow_jax.plan_files import decode_plan, decode_plan_set
 
 
 def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tuple[int | None, int]:

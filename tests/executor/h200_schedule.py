@@ -26,7 +26,7 @@ from nanoflow_jax.executor.step import ExecutionMode, step_function
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder
 from nanoflow_jax.parallel import TP, parallel_layout
-from nanoflow_jax.plan import decode_plan
+from nanoflow_jax.plan_files import decode_plan
 from tests.kernels.aot import H200
 
 PLANS = pathlib.Path(__file__).parent.parent / "data" / "plans"

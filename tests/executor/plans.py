@@ -17,8 +17,8 @@ from nanoflow_jax.plan import (
     layer_graph,
     present_operations,
     token_range,
-    validate,
 )
+from nanoflow_jax.plan_files import validate
 
 
 def random_plan(

@@ -16,7 +16,8 @@ from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throug
 from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.step import ExecutionMode
-from nanoflow_jax.plan import PipelinePlan, decode_plan, encode
+from nanoflow_jax.plan import PipelinePlan
+from nanoflow_jax.plan_files import decode_plan, encode
 from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels.power import PowerMeter
 from tests.executor.made_up_trace import planned_trace

@@ -10,7 +10,7 @@ import pytest
 
 from nanoflow_jax.executor.fused import beside
 from nanoflow_jax.executor.phases import group
-from nanoflow_jax.plan import decode_plan
+from nanoflow_jax.plan_files import decode_plan
 from tests.executor.h200_schedule import NUM_LAYERS, PLANS
 from tests.kernels.aot import child_environment
 

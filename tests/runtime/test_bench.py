@@ -10,6 +10,7 @@ from nanoflow_jax.runtime import bench as host_bench
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.kv_tiers import TierOptions
+from nanoflow_jax.runtime.step_records import summarise
 from tests.runtime.mock_runner import MockRunner
 
 _TINY = str(Path(__file__).parents[1] / "data" / "tiny" / "llama2-tiny")
@@ -24,7 +25,7 @@ def _records(sync: bool, **sizes):
 @pytest.mark.parametrize("sync", [False, True])
 def test_every_token_is_counted_once(sync):
     engine, records = _records(sync, b_dense=32, max_sequences=8, num_pages=100)
-    report = bench.summarise(records, engine.stats())
+    report = summarise(records, engine.stats())
     assert report["whole"]["prompt_tokens"] == 30 * 20
     assert report["whole"]["output_tokens"] == 30 * 10
     by_kind = [row for row in report["by_kind"].values() if row]
@@ -39,7 +40,7 @@ def test_every_token_is_counted_once(sync):
 
 def test_a_run_without_a_queue_has_no_steady_state():
     engine, records = _records(False, b_dense=64, max_sequences=30, num_pages=400)
-    assert bench.summarise(records, engine.stats())["steady"] is None
+    assert summarise(records, engine.stats())["steady"] is None
 
 
 def test_what_does_not_fit_is_refused():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanoflow_jax.config import preset
-from nanoflow_jax.plan import PipelinePlan, decode_plan, decode_plan_set
+from nanoflow_jax.plan import PipelinePlan
+from nanoflow_jax.plan_files import decode_plan, decode_plan_set
 from nanoflow_jax.workload import parse_workload, steady_mix
 from search import profile_table
 from search.__main__ import main

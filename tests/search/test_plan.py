@@ -7,20 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoflow_jax.plan import (
-    PipelinePlan,
-    PlanError,
-    PlanSet,
-    SequentialTime,
-    decode_plan,
-    decode_plan_set,
-    edges,
-    encode,
-    layer_graph,
-    token_range,
-    unroll,
-    validate,
-)
+from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime, edges, layer_graph, token_range, unroll
+from nanoflow_jax.plan_files import decode_plan, decode_plan_set, encode, validate
 from search.hand_made import hand_plan, rotate, scale_down
 
 replace = msgspec.structs.replace

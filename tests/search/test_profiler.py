@@ -23,7 +23,8 @@ from nanoflow_jax.config import preset
 from nanoflow_jax.executor.streams import where_it_is
 from nanoflow_jax.kernels import REFERENCE
 from nanoflow_jax.parallel import make_mesh
-from nanoflow_jax.plan import Partition, Resource, decode_plan
+from nanoflow_jax.plan import Partition, Resource
+from nanoflow_jax.plan_files import decode_plan
 from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels import reference
 from pallas_kernels.power import Mean, PowerError, PowerMeter

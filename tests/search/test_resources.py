@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.config import preset
-from nanoflow_jax.plan import NanoBatch, Resource, validate
+from nanoflow_jax.plan import NanoBatch, Resource
+from nanoflow_jax.plan_files import validate
 from nanoflow_jax.runtime.plan_choice import choose_plan
 from nanoflow_jax.workload import parse_workload, steady_mix
 from search.analytic import analytic_profile
