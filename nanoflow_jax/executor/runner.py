@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nanoflow_jax.batch import Batch, BatchShape, pack, packed_size
+from nanoflow_jax.batch import Batch, BatchShape, empty_batch, pack, packed_size
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor import kv_transfer
 from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, describe_arrays, obtain
@@ -35,6 +35,8 @@ MAX_LOGPROBS = 20
 KVOffload = Literal["off", "on", "both"]
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
+# Steps whose K and V may be on their way to the host at once: what `runtime.kv_offload` lets wait, and two in flight.
+_STEPS_LEAVING = 6
 # Leading bits of the number of pages that fit which count; the rest, at most 0.2 %, stays free.
 _POOL_BITS = 10
 
@@ -212,6 +214,31 @@ class ModelRunner:
             executables[key] = executable
         self.num_loaded += num_loaded
         self.num_compilations += len(jobs) - num_loaded
+        if self._on_gpu:
+            self.rehearse()
+
+    def rehearse(self) -> None:
+        """Executes everything once, on padding, which changes nothing.
+
+        A GPU loads a program at its first use, and the pinned memory that K and V leave through is mapped when it is first
+        needed, both while the device waits: that should not happen to the first requests.
+        """
+        leaving: list[Any] = []
+        for (shape, plan, offload), forward in self._forwards.items():
+            packed = jax.device_put(pack(empty_batch(shape)), self._replicated)
+            for _ in range(_STEPS_LEAVING if offload and shape == self.shapes[-1] else 1):
+                row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
+                leaving.append(self._to_host(new_kv))
+            if plan is None:
+                for (shape_sampled, _, _), sampler in self._samplers.items():
+                    if shape_sampled == shape:
+                        _, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
+            jax.block_until_ready((row_logits, leaving[-1:]))
+        for size in self._page_writers:
+            assert self.page_format is not None
+            filling = np.zeros((size, self.page_format.page_bytes), np.uint8)
+            self.write_pages(self.stage_pages(filling), np.zeros(0, np.int32))
+        jax.block_until_ready((self._cache.k_pages, leaving))
 
     def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.
@@ -233,9 +260,13 @@ class ModelRunner:
         row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
         packed_result, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
         packed_result.copy_to_host_async()
-        if new_kv and self._on_gpu:  # what the step has not moved there itself
+        return InFlightStep(packed_result, width, self._to_host(new_kv))
+
+    def _to_host(self, new_kv: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """Begins to copy to pinned memory what a step has not moved there itself."""
+        if new_kv and self._on_gpu:
             new_kv = jax.device_put(new_kv, kv_transfer.leaving_sharding(self.mesh, to_host=True))
-        return InFlightStep(packed_result, width, tuple(new_kv))
+        return tuple(new_kv)
 
     def transfer_memory(self, num_bytes: int) -> np.ndarray:
         """`kv_transfer.transfer_memory` for this runner's devices: what pages should lie in to be staged fast."""

@@ -1,6 +1,7 @@
 """The memory tiers behind an engine: what it does with the store, in one place. docs/kv-offload.md has the picture."""
 
 import dataclasses
+import logging
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from nanoflow_jax.runtime.kv_offload import Offload
 from nanoflow_jax.runtime.kv_store import DirectoryInUseError as DirectoryInUseError
 from nanoflow_jax.runtime.kv_store import KVStore, TierStats, fingerprint
 from nanoflow_jax.runtime.sequences import SequenceTable
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,11 @@ def open_store(runner: OffloadingRunner, options: TierOptions) -> KVStore:
     form = runner.page_format
     if options.host_bytes < 2 * form.page_bytes:
         raise ValueError(f"a host tier of {options.host_bytes} bytes does not hold two pages of {form.page_bytes}")
+    if options.host_bytes < 2 * form.page_bytes * runner.max_sequences:
+        _log.warning(
+            "a host tier of %.2f GiB holds %d pages; %d running sequences fill one each and want as many to keep",
+            options.host_bytes / 2**30, options.host_bytes // form.page_bytes, runner.max_sequences,
+        )  # fmt: skip
     identity = fingerprint(
         runner.config,
         weights=runner.weights_checksum(),

@@ -78,6 +78,17 @@ def test_what_leaves_a_step_comes_back_as_pages(tp_size, mode):
     assert runner.num_compilations == compiled
 
 
+@pytest.mark.parametrize(("tp_size", "mode"), [(1, "sequential"), (2, "nano")])
+def test_a_rehearsal_changes_nothing(tp_size, mode):
+    runner = make_runner(tp_size, mode, kv_offload="both")
+    runner.warm_up()
+    compiled, before = runner.num_compilations, pool(runner)
+    runner.rehearse()
+    np.testing.assert_array_equal(pool(runner)[1:], before[1:])
+    np.testing.assert_array_equal(np.asarray(runner._last_tokens), np.zeros(4))
+    assert runner.num_compilations == compiled
+
+
 def test_without_offload_a_step_has_no_other_results():
     runner = make_runner(1, "sequential")
     assert runner.page_format is None
