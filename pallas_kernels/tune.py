@@ -1,11 +1,12 @@
 """Finds the fastest tile configurations of the GEMMs on the GPU at hand and writes them where `_tuning` looks.
 
-    python -m pallas_kernels.tune [gemm] [grouped_gemm] [--num-sms 132,108] [--rows 512,2048] [--names 8b]
+    python -m pallas_kernels.tune [gemm] [grouped_gemm] [--num-sms 132,108] [--rows 512,2048] [--names 8b] [--steady]
         [--time-limit 200] [--out PATH]
 
 Every projection and number of rows of the benchmark is tried in the handful of configurations that should be fastest, cuBLAS
-or `ragged_dot` beside them; a configuration whose result differs from theirs is out. Entries are merged with those already in
-the table, each as soon as it is found; without `--out` the table is the package's own.
+or `ragged_dot` beside them; a configuration whose result differs from theirs is out. Turns of 10 ms are too short for a power
+limit to tell configurations apart; with `--steady` each runs for 0.15 s by itself, and what takes less energy wins. Entries are
+merged with those already in the table, each as soon as it is found; without `--out` the table is the package's own.
 """
 
 import argparse
@@ -82,13 +83,16 @@ def _distinct_cuts(tile: GemmConfig, p: cases.Projection, m: int, num_sms: int) 
     return list(found.values())
 
 
-def jobs(kernel: str, num_sms: Sequence[int], rows: Sequence[int], names: str, *, all_sms: int) -> list[cases.Job]:
+def jobs(
+    kernel: str, num_sms: Sequence[int], rows: Sequence[int], names: str, *, all_sms: int, steady: bool = False
+) -> list[cases.Job]:
     """Every shape on each number of SMs; clusters are tried on all SMs of the device only."""
     projections = cases.selected(cases.EXPERTS if kernel == "grouped_gemm" else cases.PROJECTIONS, names)
     found = []
     for sms, m, p in itertools.product(num_sms, rows or cases.ROWS[kernel], projections):
         variants = [cases.Variant(describe(c), sms, c) for c in candidates(p, m, sms, clusters=sms == all_sms)]
-        found.append(cases.Job(p, m, (cases.Variant(cases.BASELINE[kernel]), *variants), cases.SKEWS[kernel][0]))
+        variants = [cases.Variant(cases.BASELINE[kernel]), *variants]
+        found.append(cases.Job(p, m, tuple(variants), cases.SKEWS[kernel][0], steady=steady))
     return found
 
 
@@ -136,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=())
     parser.add_argument("--names", default="", help="only projections whose name contains one of these, comma-separated")
+    parser.add_argument("--steady", action="store_true", help="time what a power limit leaves, for large products")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which nothing new is begun")
     parser.add_argument("--out", type=pathlib.Path, help="table to extend; the package's own without this")
@@ -152,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out or pathlib.Path(__file__).parent / "tunings" / _tuning.TABLES[device.kind]
     end = time.monotonic() + options.time_limit
     for kernel in options.kernels or cases.ROWS:
-        found = jobs(kernel, options.num_sms or [device.num_sms], options.rows, options.names, all_sms=device.num_sms)
+        sms = options.num_sms or [device.num_sms]
+        found = jobs(kernel, sms, options.rows, options.names, all_sms=device.num_sms, steady=options.steady)
         # Measuring a shape takes a fraction of the time of compiling its variants.
         compile_seconds = 0.7 * (end - time.monotonic())
         with contextlib.closing(cases.measure(found, workers=options.workers, compile_seconds=compile_seconds)) as measured:

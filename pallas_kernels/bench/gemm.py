@@ -95,12 +95,14 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One projection of `m` rows in several variants, timed in turns; group sizes relate as `skew`."""
+    """One projection of `m` rows in several variants, timed in turns or, if `steady`, each for long enough that the power limit
+    sets its clock; group sizes relate as `skew`."""
 
     projection: Projection
     m: int
     variants: tuple[Variant, ...]
     skew: tuple[int, ...] = ()
+    steady: bool = False
 
     @property
     def label(self) -> str:
@@ -202,6 +204,8 @@ def _measure(job: Job, prepared: _Prepared) -> dict[str, Any]:
     inputs = prepared.inputs()
     errors = prepared.errors | _wrong_results(job, prepared.chains, inputs)
     right = {name: chain for name, chain in prepared.chains.items() if name not in errors}
+    if job.steady:
+        return errors | {name: timing.steady_seconds(chain, inputs) for name, chain in right.items()}
     return errors | timing.take_turns(right, inputs, rep_seconds=10e-3)
 
 

@@ -21,6 +21,15 @@ from pallas_kernels.power import Mean, PowerError
 from tests.kernels import aot, paged
 
 
+def test_steady_jobs_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    [job, *_] = tune.jobs("gemm", (132,), (64,), "8b o", all_sms=132, steady=True)
+    monkeypatch.setattr(cases, "_wrong_results", lambda *_: {"b": "wrong"})
+    monkeypatch.setattr(timing, "steady_seconds", lambda chain, inputs: chain.calls * inputs[0])
+    chains = {name: timing.Chain(None, calls) for name, calls in (("a", 2), ("b", 3), ("c", 4))}  # pyright: ignore[reportArgumentType]
+    prepared = cases._Prepared(chains, {"d": "spilled"}, lambda: [0.5])  # pyright: ignore[reportArgumentType]
+    assert cases._measure(job, prepared) == {"a": 1.0, "b": "wrong", "c": 2.0, "d": "spilled"}
+
+
 def test_chain_computes_every_call():
     sets = [(jnp.full((8,), float(i)),) for i in range(3)]
     c = timing.chain(jnp.sin, sets, calls=7)
