@@ -15,6 +15,7 @@ The table is for people; the last line of standard output is one JSON object.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,6 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import read_config, resolve_smollm2
+from nanoflow_jax.compare.step_trace import StepTrace
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import RunnerConfig
 from nanoflow_jax.executor.step import ExecutionMode
@@ -58,6 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"{longest} tokens do not fit the context of {args.model}, {PRESETS[args.model].max_context}")
     peer = run_peer(args) if args.peer_python else None
     plans = read_plans(args.plan) if args.plan else None
+    if args.trace_steps is None:
+        args.trace_steps = 20 if jax.default_backend() == "gpu" else 0
     if args.mode == "auto":
         config = read_config(args.model, args.models_dir)
         args.mode, plans = resolve_mode("auto", plans, config, jax.devices()[0], args.tp_size)
@@ -112,9 +116,11 @@ def sizes_for(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]
 def bench_uniform(llm: LLM, args: argparse.Namespace) -> dict:
     """The report of requests of one length."""
     requests = make_requests(llm.engine, args.requests, args.input, args.output, args.seed)
-    records = run(llm.engine, requests)
+    trace = StepTrace(args.trace_steps) if args.trace_steps else None
+    records = run(llm.engine, requests, trace)
     report = summarise(records, llm.engine.stats())
     return report | {
+        "gpu_idle": trace.idle if trace else None,
         "requests": args.requests,
         "input_tokens": args.input,
         "output_tokens": args.output,
@@ -176,8 +182,12 @@ def make_requests(engine: Engine, count: int, input_tokens: int, output_tokens: 
     ]
 
 
-def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
-    """Runs one request to touch everything once, then all of them, recording every step."""
+def run(engine: Engine, requests: list[Request], trace: "StepTrace | None" = None) -> list[StepRecord]:
+    """Runs one request to touch everything once, then all of them, recording every step.
+
+    Args:
+      trace: profiles steps from the first finished request on; that time is not in the records.
+    """
     warm = Request(
         request_id="warm-up", prompt_token_ids=[0], params=SamplingParams(max_tokens=3, ignore_eos=True), stream=False
     )
@@ -188,9 +198,12 @@ def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
         engine.add(request)
     records = []
     launched = (0, 0)
+    finished = False
     before = engine.stats()
-    with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar:
+    with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar, trace or contextlib.nullcontext():
         while engine.busy:
+            if trace is not None and finished:
+                trace.before_step()
             start = time.perf_counter()
             events = engine.step()
             total_s = time.perf_counter() - start
@@ -204,6 +217,7 @@ def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
                 StepRecord(prompt_tokens, decode_tokens, output_tokens, after.waiting, len(events), total_s, **parts)
             )
             before = after
+            finished = finished or bool(events)
             bar.update(len(events))
     return records
 
@@ -258,10 +272,19 @@ def print_table(report: dict) -> None:
         f"scheduling {report['whole']['scheduling_share']:.2%} of step time, batch fill {report['batch_fill']:.1%}, "
         f"{report['preemptions']} preemptions"
     )
+    if idle := report["gpu_idle"]:
+        print(idle.get("why_none") or _idle_line(idle))
     if peer := report["peer"]:
         ours = report["whole"]["output_tokens_per_s"]
         theirs = peer["output_tokens_per_s"]
         print(f"{peer['peer']}: {theirs:.2f} output tokens/s; this engine: {ours:.2f}, {ours / theirs:.2f} times as many")
+
+
+def _idle_line(idle: dict) -> str:
+    return (
+        f"GPU idle between steps {idle['between_steps']:.2%} of {idle['seconds']:.2f} s traced from the first finished request "
+        f"on; with gaps between kernels {idle['idle']:.2%}"
+    )
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:
@@ -316,6 +339,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="auto: the best for the device (default)",
     )
     parser.add_argument("--cache-dir", type=Path, help="keep compiled steps there")
+    parser.add_argument(
+        "--trace-steps",
+        type=int,
+        metavar="N",
+        help="profile so many steps for the GPU's idle time (default: 20 on a GPU, else 0)",
+    )
     parser.add_argument("--sync", action="store_true", help="read each step's tokens before the next step is formed")
     parser.add_argument("--peer-python", metavar="PYTHON", help="also run transformers, in this interpreter, on the same load")
     multi_round.add_arguments(parser)
