@@ -49,8 +49,8 @@ class EngineOptions:
 
 
 def default_cache_dir() -> Path:
-    """Where compiled steps are kept between runs: `nanoflow-jax/xla` in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoflow-jax" / "xla"
+    """Where compiled steps are kept between runs: `nanoflow-jax/executables` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoflow-jax" / "executables"
 
 
 def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescription]:

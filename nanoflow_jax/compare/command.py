@@ -26,7 +26,6 @@ from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throug
 from nanoflow_jax.compare.trace import Event, NoDeviceTraceError, by_device, read_events
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
-from nanoflow_jax.executor.runner import enable_compilation_cache
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
 from nanoflow_jax.plan import PipelinePlan, PlanError
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             out = args.out or Path(scratch)
             out.mkdir(parents=True, exist_ok=True)
             if args.compile_cache:
-                enable_compilation_cache(args.compile_cache)
+                _enable_compilation_cache(args.compile_cache)
             setup, optimal = _prepare(args, out)
             bench = Bench(setup)
             record = _run(bench, optimal, args, out, begun, deadline)
@@ -96,6 +95,13 @@ def _optimal(setup: Setup, at_hand: str) -> dict[str, Any]:
     throughput, rate = optimal_throughput(plan.model, plan.device, plan.tp, plan.b_dense, setup.workload)
     flops = throughput * 2 * setup.config.active_params
     return {"tokens_per_s_per_gpu": throughput, "compute_tflops": flops / 1e12, "rate": rate}
+
+
+def _enable_compilation_cache(directory: Path) -> None:
+    """Keeps what XLA compiles on disk, so that it compiles no program twice. Process-wide; call it first."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def _run(

@@ -205,13 +205,6 @@ def _checksum(digest: bytes, payload: bytes) -> bytes:
     return hashlib.sha256(digest + payload).digest()
 
 
-def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
-    """Keeps what XLA compiles on disk, so that it compiles no program twice. Process-wide; call it first."""
-    jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """An executable to get. `lower` is a partial of a function; its name and its arguments, by `repr`, say what it will lower,

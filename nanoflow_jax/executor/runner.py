@@ -7,6 +7,7 @@ place). Both read the batch from one packed int32 array. Everything is compiled 
 import dataclasses
 import functools
 import itertools
+import logging
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,6 @@ from nanoflow_jax.batch import Batch, BatchShape, empty_batch, pack, packed_size
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor import kv_transfer
 from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, describe_arrays, obtain
-from nanoflow_jax.executor.executables import enable_compilation_cache as enable_compilation_cache
 from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.executor.step import ExecutionMode, sample_step, step_function
@@ -32,6 +32,7 @@ from nanoflow_jax.plan import PipelinePlan, PlanSet
 from nanoflow_jax.sampling import SamplingMode, sampling_mode
 
 MAX_LOGPROBS = 20
+_log = logging.getLogger(__name__)
 KVOffload = Literal["off", "on", "both"]
 # What a platform without memory statistics (CPU) gives the pool, unless the caller says otherwise.
 _DEFAULT_POOL_BYTES = 1 << 30
@@ -189,8 +190,12 @@ class ModelRunner:
 
         Args:
           progress: called with (what is done or under way, done, total).
-          cache_dir: where executables of earlier starts are looked for, and those compiled now are kept; see `executables`.
+          cache_dir: where executables of earlier starts are looked for, and those compiled now are kept; see `executables`. Not
+            used where jax's own cache is on: what XLA has loaded from there lacks parts when it is written again.
         """
+        if cache_dir and jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+            _log.warning("executables are not kept in %s: jax keeps its own cache", cache_dir)
+            cache_dir = None
         steps: list[tuple[BatchShape, int | None]] = [(shape, None) for shape in self.shapes]
         steps += [(self._shape_of(plan), index) for index, plan in enumerate(self.plans)]
         jobs: list[Job] = []

@@ -9,7 +9,6 @@ import jax
 from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import load_model
-from nanoflow_jax.executor.executables import enable_compilation_cache
 from nanoflow_jax.executor.runner import ModelRunner
 from nanoflow_jax.executor.runner import RunnerConfig as RunnerConfig
 from nanoflow_jax.executor.step import ExecutionMode as ExecutionMode
@@ -78,8 +77,8 @@ class LLM:
           model, random_weights, seed, models_dir: see `checkpoints.load_model`.
           dtype: of weights and cache; "auto" is float32 on a CPU and bfloat16 elsewhere.
           options: sizes of steps and pool.
-          cache_dir: keep compiled steps there, so that the next start of the same model loads them; XLA keeps there what it
-            compiles for every model of this process from then on. Loading can run code: nobody else may write there.
+          cache_dir: keep compiled steps there, so that the next start of the same model loads them. Loading can run code:
+            nobody else may write there. Unused where jax's own cache is on.
           sync: read each step's tokens before the next is formed.
           prefix_cache: reuse what is cached of prompts that begin alike, from call to call too.
           kv_tiers: keep what the pool cannot in host memory and on SSD; `close` when done. Compiles steps with offload.
@@ -92,8 +91,6 @@ class LLM:
         """
         if kv_tiers is not None and not prefix_cache:
             raise ValueError("memory tiers need the prefix cache: it is how their pages are found")
-        if cache_dir is not None:
-            enable_compilation_cache(cache_dir)
         options = options or RunnerConfig()
         if kv_tiers is not None and options.kv_offload == "off":
             options = dataclasses.replace(options, kv_offload="on")
@@ -106,7 +103,7 @@ class LLM:
         )  # fmt: skip
         runner = ModelRunner(loaded.config, loaded.layout, mesh, loaded.decoder, options, jax.numpy.dtype(dtype))
         store = None if kv_tiers is None else open_store(runner, kv_tiers)  # which may be refused: before steps are compiled
-        runner.warm_up(progress, cache_dir / "executables" if cache_dir else None)
+        runner.warm_up(progress, cache_dir)
         self.engine = Engine(runner, loaded.tokenizer, sync=sync, prefix_cache=prefix_cache, kv_store=store)
 
     def close(self, timeout_s: float = 30.0) -> bool:

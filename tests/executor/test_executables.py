@@ -80,6 +80,20 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_tokens_in_place(tmp_
     assert [record.levelname for record in log.records] == ["INFO", "INFO"]
 
 
+def test_nothing_is_kept_beside_jax_s_own_cache(tmp_path, log) -> None:
+    """XLA writes what it has loaded from its cache without all of its functions; that would fail when it runs."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    try:
+        runner = runner_of(tiny_model("llama3-tiny"))
+        runner.warm_up(cache_dir=tmp_path / "executables")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert runner.num_compilations > 0
+    assert not (tmp_path / "executables").exists()
+    assert "jax keeps its own cache" in log.text
+
+
 def test_another_model_of_the_same_shapes_loads_nothing(tmp_path) -> None:
     model = tiny_model("llama3-tiny")
     runner_of(model, b_dense=16).warm_up(cache_dir=tmp_path)
