@@ -45,10 +45,8 @@ from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
-from nanoflow_jax.runtime.sizing import pool_tokens, steady_sizes
+from nanoflow_jax.runtime.sizing import complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
 from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
-
-_GPU_PAGE_SIZE = 64
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,19 +96,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def sizes_for(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]:
-    """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, `RunnerConfig`'s."""
-    told = {name: getattr(args, name) for name in ("b_dense", "max_sequences", "page_size")}
-    defaults = RunnerConfig()
-    chosen: dict[str, int] = {name: getattr(defaults, name) for name in told}
+    """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, a server's."""
     free = free_device_bytes(jax.devices()[0])
-    if free is not None:
-        chosen["page_size"] = _GPU_PAGE_SIZE
-        if args.model in PRESETS and args.workload == "uniform":
-            tokens = pool_tokens(PRESETS[args.model], args.tp_size, free, itemsize=2)
-            chosen |= dataclasses.asdict(steady_sizes(tokens, args.input, args.output))
-    chosen["b_dense"] = largest_b_dense(plans) or chosen["b_dense"]
-    sizes = chosen | {name: value for name, value in told.items() if value is not None}
-    return sizes | {"max_sequences": min(sizes["max_sequences"], sizes["b_dense"])}
+    sizes = serving_sizes(on_gpu=free is not None)
+    if free is not None and args.model in PRESETS and args.workload == "uniform":
+        tokens = pool_tokens(PRESETS[args.model], args.tp_size, free, itemsize=2)
+        sizes |= dataclasses.asdict(steady_sizes(tokens, args.input, args.output))
+    told = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    return complete_sizes(sizes, largest_b_dense(plans), told)
 
 
 def bench_uniform(llm: LLM, args: argparse.Namespace) -> dict:
@@ -182,7 +175,7 @@ def make_requests(engine: Engine, count: int, input_tokens: int, output_tokens: 
     ]
 
 
-def run(engine: Engine, requests: list[Request], trace: "StepTrace | None" = None) -> list[StepRecord]:
+def run(engine: Engine, requests: list[Request], trace: StepTrace | None = None) -> list[StepRecord]:
     """Runs one request to touch everything once, then all of them, recording every step.
 
     Args:
@@ -299,12 +292,8 @@ def _progress_bar() -> Callable[[str, int, int], None]:
     return report
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(","))
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    defaults = RunnerConfig()
+    defaults, on_gpu = RunnerConfig(), serving_sizes(on_gpu=True)
     parser = argparse.ArgumentParser(prog="python -m nanoflow_jax.bench", description="Offline throughput of a model.")
     parser.add_argument("--model", required=True, help="smollm2, a checkpoint's path, or a preset (with --random-weights)")
     parser.add_argument("--random-weights", action="store_true", help="make weights on the device instead of reading them")
@@ -319,9 +308,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument("--tp-size", type=int, default=1, help="devices to divide the model over (default %(default)s)")
     parser.add_argument("--b-dense", type=int, help="tokens per step (default: on a GPU from its memory)")
-    parser.add_argument("--step-sizes", type=_sizes, metavar="N,N,..", help="tokens of the steps to compile (default: some)")
+    parser.add_argument("--step-sizes", type=sizes_from, metavar="N,N,..", help="tokens of the steps to compile")
     parser.add_argument("--max-sequences", type=int, help="requests running at once (default: on a GPU from its memory)")
-    parser.add_argument("--page-size", type=int, help=f"tokens per KV page (default {defaults.page_size}, on a GPU 64)")
+    parser.add_argument(
+        "--page-size", type=int, help=f"tokens per KV page (default {defaults.page_size}, on a GPU {on_gpu['page_size']})"
+    )
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what the workload needs)")
     parser.add_argument(

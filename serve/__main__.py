@@ -19,9 +19,9 @@ from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
-from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans
+from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.service import EngineService
-from nanoflow_jax.runtime.sizing import serving_sizes
+from nanoflow_jax.runtime.sizing import serving_sizes, sizes_from
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
 from serve.address import DEFAULT_HOST, DEFAULT_PORT, Address, TcpAddress, UnixAddress
 from serve.backend import Backend
@@ -60,7 +60,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--step-sizes",
-        type=_sizes,
+        type=sizes_from,
         metavar="N,N,..",
         help="tokens of the steps to compile; fewer start sooner and pad more (default: some between 64 and a full step)",
     )
@@ -106,10 +106,6 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     cache.add_argument("--no-cache", action="store_true", help="compile everything anew")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(","))
-
-
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     limits = ConnectionLimits()
     group.add_argument("--host", help=f"address to listen on (default {DEFAULT_HOST}); others than loopback need a token")
@@ -144,8 +140,6 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
     plans = read_plans(args.plan) if args.plan else None
     names = ("b_dense", "step_sizes", "max_sequences", "page_size", "num_pages", "max_context", "memory_fraction", "kernels")
     told = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if plans and args.b_dense is None:
-        told["b_dense"] = largest_b_dense(plans)
     return EngineOptions(
         model=args.model,
         random_weights=args.random_weights,

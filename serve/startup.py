@@ -17,7 +17,7 @@ from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import LLM, ExecutionMode, RunnerConfig, TierOptions
 from nanoflow_jax.runtime.plan_choice import largest_b_dense, resolve_mode
-from nanoflow_jax.runtime.sizing import serving_sizes
+from nanoflow_jax.runtime.sizing import complete_sizes, serving_sizes
 from serve import protocol
 
 _log = logging.getLogger(__name__)
@@ -90,10 +90,8 @@ def runner_config(options: EngineOptions, device: Any) -> RunnerConfig:
     if mode == "auto":
         config = read_config(options.model, options.models_dir)
         mode, plans = resolve_mode(mode, plans, config, device, options.tp_size)
-    told: dict[str, Any] = {**serving_sizes(on_gpu=device.platform == "gpu"), **options.told}
-    b_dense = told.setdefault("b_dense", largest_b_dense(plans) or RunnerConfig.b_dense)
-    told["max_sequences"] = min(told.get("max_sequences", RunnerConfig.max_sequences), b_dense)
-    return RunnerConfig(mode=mode, plans=plans, **told)
+    sizes = serving_sizes(on_gpu=device.platform == "gpu")
+    return RunnerConfig(mode=mode, plans=plans, **complete_sizes(sizes, largest_b_dense(plans), options.told))
 
 
 def describe(engine: Engine, dtype: str, tp_size: int) -> protocol.ModelDescription:

@@ -243,7 +243,7 @@ def obtain(
                 report(f"loaded: {job.name}", done, total)
                 done += 2
         num_loaded = len(executables)
-        # Lowering is Python and takes turns; XLA compiles beside it, on as many cores as there are.
+        # Lowering is Python and takes turns; XLA compiles beside it.
         compiling: dict[Future[jax.stages.Compiled], int] = {}
         for index, job in enumerate(jobs):
             if index not in executables:

@@ -228,22 +228,22 @@ class ModelRunner:
         A GPU loads a program at its first use, and the pinned memory that K and V leave through is mapped when it is first
         needed, both while the device waits: that should not happen to the first requests.
         """
-        leaving: list[Any] = []
         for (shape, plan, offload), forward in self._forwards.items():
             packed = jax.device_put(pack(empty_batch(shape)), self._replicated)
+            leaving: list[Any] = []
             for _ in range(_STEPS_LEAVING if offload and shape == self.shapes[-1] else 1):
                 row_logits, self._cache, *new_kv = forward(self._weights, self._cache, self._last_tokens, packed)
                 leaving.append(self._to_host(new_kv))
-            if plan is None:
+            if plan is None and offload == self._offloads[0]:
                 for (shape_sampled, _, _), sampler in self._samplers.items():
                     if shape_sampled == shape:
                         _, self._last_tokens = sampler(row_logits, self._last_tokens, packed)
-            jax.block_until_ready((row_logits, leaving[-1:]))
+            jax.block_until_ready((row_logits, leaving))
         for size in self._page_writers:
             assert self.page_format is not None
             filling = np.zeros((size, self.page_format.page_bytes), np.uint8)
             self.write_pages(self.stage_pages(filling), np.zeros(0, np.int32))
-        jax.block_until_ready((self._cache.k_pages, leaving))
+        jax.block_until_ready(self._cache.k_pages)
 
     def launch(self, batch: Batch, *, num_logprobs: int = 0, plan: int | None = None, offload: bool = False) -> InFlightStep:
         """Starts one step and returns at once. Steps run in launch order.

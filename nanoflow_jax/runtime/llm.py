@@ -88,6 +88,7 @@ class LLM:
           CheckpointError, TokenizerError, ChatTemplateError: the model cannot be loaded.
           ValueError: it cannot be divided over `tp_size` devices, or an option does not fit it.
           DirectoryInUseError, OSError: the SSD tier's directory belongs to another engine, or cannot be used.
+          MemoryError: the host tier is larger than the memory that can be had, or pinned.
         """
         if kv_tiers is not None and not prefix_cache:
             raise ValueError("memory tiers need the prefix cache: it is how their pages are found")

@@ -1,8 +1,11 @@
 """How large a step should be: what the KV pool can keep busy, for requests of known lengths."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from nanoflow_jax.config import ModelConfig
+from nanoflow_jax.executor.runner import RunnerConfig
 
 _B_DENSE_MULTIPLE = 128
 # Beyond this many tokens a GEMM gains nothing, while tokens wait longer for their step.
@@ -36,11 +39,24 @@ def steady_sizes(pool_tokens: int, input_tokens: int, output_tokens: int) -> Ste
 
 
 def serving_sizes(*, on_gpu: bool) -> dict[str, int]:
-    """Fields of `RunnerConfig` for a server that knows nothing of its requests.
+    """b_dense, max_sequences and page_size of `RunnerConfig` where nothing is known of the requests.
 
     A GPU multiplies 2048 tokens at its full rate, and its memory keeps some thousand sequences of an 8B model.
     """
-    return {"b_dense": 2048, "max_sequences": 1024, "page_size": 64} if on_gpu else {}
+    if on_gpu:
+        return {"b_dense": _LARGEST_B_DENSE, "max_sequences": 1024, "page_size": 64}
+    return {name: getattr(RunnerConfig, name) for name in ("b_dense", "max_sequences", "page_size")}
+
+
+def complete_sizes(device_s: Mapping[str, int], planned: int | None, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes as told, else the largest planned batch, else the device's; no more sequences than a step has tokens."""
+    sizes = {**device_s, **({"b_dense": planned} if planned else {}), **told}
+    return sizes | {"max_sequences": min(sizes["max_sequences"], sizes["b_dense"])}
+
+
+def sizes_from(text: str) -> tuple[int, ...]:
+    """Step sizes as options give them, such as 256,512,2048. Raises ValueError."""
+    return tuple(int(size) for size in text.split(","))
 
 
 def pool_tokens(config: ModelConfig, tp: int, free_bytes: int, itemsize: int) -> int:

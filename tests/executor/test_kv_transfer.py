@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoflow_jax.batch import empty_batch
-from nanoflow_jax.executor.kv_transfer import PageFormat, page_format, weights_checksum
+from nanoflow_jax.executor.kv_transfer import PageFormat, page_format, transfer_memory, weights_checksum
 from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
 from nanoflow_jax.plan import PlanSet
 from tests.executor.plans import random_plan
@@ -78,6 +80,38 @@ def test_what_leaves_a_step_comes_back_as_pages(tp_size, mode):
     assert runner.num_compilations == compiled
 
 
+class PretendedGPU:
+    """A device whose driver maps `limit` bytes at most."""
+
+    platform = "gpu"
+
+    def __init__(self, limit: int) -> None:
+        self.client, self.limit, self.mapped = self, limit, {}
+
+    def dma_map(self, address: int, size: int) -> None:
+        if size > self.limit:
+            raise jax.errors.JaxRuntimeError("out of memory")
+        self.mapped[address] = size
+
+    def dma_unmap(self, address: int) -> None:
+        del self.mapped[address]
+
+
+def test_transfer_memory_is_mapped_for_as_long_as_somebody_has_it():
+    device = PretendedGPU(limit=4096)
+    mesh = types.SimpleNamespace(devices=np.array([device], object))
+    memory = transfer_memory(4096, mesh)  # pyright: ignore[reportArgumentType]
+    assert device.mapped == {memory.ctypes.data: 4096}
+    pages = np.frombuffer(memory, np.uint8)[:2048].reshape(2, 1024)  # as the host tier takes it
+    del memory
+    assert device.mapped == {pages.ctypes.data: 4096}
+    del pages
+    assert not device.mapped
+    with pytest.raises(MemoryError, match="cannot be mapped for the GPU: out of memory"):
+        transfer_memory(4097, mesh)  # pyright: ignore[reportArgumentType]
+    assert not device.mapped
+
+
 @pytest.mark.parametrize(("tp_size", "mode"), [(1, "sequential"), (2, "nano")])
 def test_a_rehearsal_changes_nothing(tp_size, mode):
     runner = make_runner(tp_size, mode, kv_offload="both")
@@ -96,7 +130,6 @@ def test_without_offload_a_step_has_no_other_results():
     assert len(lowered.out_tree.children()) == 2
 
 
-@settings(deadline=None)
 @given(layers=st.integers(1, 90), heads=st.sampled_from([1, 2, 8]), page_size=st.sampled_from([1, 16, 64]))
 def test_formats(layers, heads, page_size):
     model = tiny_model("llama3-tiny", 1)

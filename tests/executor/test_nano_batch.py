@@ -28,9 +28,7 @@ from tests.model.test_golden import small_config
 B_DENSE, TILE, MAX_DECODE = 40, 4, 9
 SHAPE = BatchShape(B_DENSE, 12, 16)
 # Each example compiles two steps: a pair is enough at a time, and shrinking would take hours.
-COMPILED = settings(
-    max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=[HealthCheck.too_slow]
-)
+COMPILED = settings(max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 CONFIGS = {
     "dense": small_config(),
     "bias": small_config(qkv_bias=True, tie_embeddings=True),
@@ -189,7 +187,7 @@ def test_a_plan_of_another_size_is_refused() -> None:
         run(host.model, host, empty_batch(SHAPE), forward)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20)), min_size=1, max_size=8), st.data())
 def test_segments_behave_like_one_array(writes: list[tuple[int, int]], data: st.DataObject) -> None:
     segments, plain = Segments(), np.full(20, -1)

@@ -34,7 +34,7 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     T=st.integers(1, 9),
     K=st.integers(1, 3),

@@ -55,7 +55,7 @@ def _tasks(plan: CollectiveSchedule, rank: int, cta: int) -> list[list[int]]:
 
 
 @given(_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_tile_is_computed_and_sent_once_by_every_rank_to_its_one_owner(case):
     m, n, ranks, _, config, _ = case
     plan = _made(case)
@@ -77,7 +77,7 @@ def test_every_tile_is_computed_and_sent_once_by_every_rank_to_its_one_owner(cas
 
 
 @given(_cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_block_of_c_is_added_once(case):
     m, n, ranks, _, config, scatter = case
     plan = _made(case)
@@ -134,7 +134,7 @@ def _finishes(tasks: list[list[list[list[int]]]], ranks: int, seed: int) -> bool
 
 
 @given(_cases(), st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_locks_up_at_any_pace(case, seed):
     plan = _made(case)
     tasks = [[_tasks(plan, rank, cta) for cta in range(plan.ctas)] for rank in range(case[2])]

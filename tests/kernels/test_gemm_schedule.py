@@ -9,7 +9,7 @@ from pallas_kernels._gemm_schedule import schedule
 from pallas_kernels._tuning import GemmConfig
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     m_tiles=st.integers(1, 9),
     n_tiles=st.integers(1, 9),
@@ -84,7 +84,7 @@ def test_predicted_time_grows_with_work_and_falls_with_sms():
     assert seconds(256, config=shared) < seconds(256, config=alone)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     m=st.integers(1, 64).map(lambda x: 64 * x),
     n=st.sampled_from([48, 1280, 6144]),

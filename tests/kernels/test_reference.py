@@ -38,7 +38,7 @@ class Pool:
                 self.v_pages[page, :, i % page_size] = self.values[row][i]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kv_lens=st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 127, 128, 129, 300]), min_size=5, max_size=5),
     page_size=st.sampled_from([1, 8, 16]),
@@ -61,7 +61,7 @@ def test_decode_attention(kv_lens: list[int], page_size: int, seed: int) -> None
         np.testing.assert_allclose(out[row], expected, atol=2e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.lists(st.tuples(st.sampled_from([0, 1, 31, 32, 33, 70]), st.sampled_from([0, 1, 9, 130])), min_size=3, max_size=3),
     page_size=st.sampled_from([4, 16]),

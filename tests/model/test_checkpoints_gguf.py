@@ -187,7 +187,7 @@ def sound_file(tmp_path_factory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "x.gguf", "llama2-tiny", pre="smollm").read_bytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_file_loads_or_is_an_error_and_allocates_little(tmp_path_factory, sound_file, data):
     content = bytearray(sound_file)

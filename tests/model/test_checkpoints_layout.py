@@ -87,7 +87,7 @@ def models_on_ranks(draw) -> tuple[ModelConfig, int]:
     return config, tp_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models_on_ranks(), st.randoms(use_true_random=False))
 def test_recipes_build_any_part_and_can_be_undone(drawn, random):
     config, tp_size = drawn
@@ -131,7 +131,7 @@ def _undo(path: str, x: np.ndarray, config: ModelConfig, replicas: int) -> list[
     return list(x[:, :F].swapaxes(1, 2)) if attribute == "experts_down" else [x]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(models_on_ranks())
 def test_relayout_on_the_device_agrees_with_the_recipes(drawn):
     config, tp_size = drawn

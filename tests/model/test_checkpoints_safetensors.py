@@ -205,7 +205,7 @@ def test_hostile_files_are_errors(tmp_path, case):
         safetensors_file(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_file_loads_or_is_an_error_and_allocates_little(tmp_path_factory, data):
     content = bytearray((TINY / "llama2-tiny" / "model.safetensors").read_bytes())

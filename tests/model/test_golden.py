@@ -50,7 +50,7 @@ def test_greedy_decode(name: str) -> None:
     assert tokens == expected["greedy_ids"].tolist()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), page_size=st.sampled_from([1, 3, 4, 16]), name=st.sampled_from(TINY_NAMES))
 def test_any_chunking_and_mix(seed: int, page_size: int, name: str) -> None:
     """Two sequences, cut anywhere, in one batch; single tokens go the decode or the prefill way; all meet the golden logits."""

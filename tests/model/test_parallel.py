@@ -114,7 +114,7 @@ def test_batch_survives_packing() -> None:
         np.testing.assert_array_equal(back, original)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(num_decode=st.integers(0, 6), prompts=st.lists(st.integers(1, 9), max_size=3), data=st.data())
 def test_token_ranges_partition_a_step(num_decode: int, prompts: list[int], data: st.DataObject) -> None:
     """Queries that the parts of a cut batch attend with are those of the whole, at the same positions."""

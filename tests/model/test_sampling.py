@@ -88,7 +88,7 @@ _logits = st.lists(
 ).map(lambda values: np.array(values, np.float32))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     _logits,
     st.sampled_from([0.25, 0.7, 1.0, 2.0]),

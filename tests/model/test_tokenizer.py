@@ -59,7 +59,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, skip=st.booleans())
 def test_decoding_agrees_with_the_library_and_streams_exactly(name, text, skip):
     tokenizer = TOKENIZERS[name]
@@ -72,7 +72,7 @@ def test_decoding_agrees_with_the_library_and_streams_exactly(name, text, skip):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_in_any_split_stream_to_what_decode_gives(name, data, skip):
     """Field case 24: deltas and flush joined are the decoded text, wherever the tokens are cut."""

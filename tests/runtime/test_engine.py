@@ -138,7 +138,7 @@ def optimistic(runner: MockRunner, **options) -> Engine:
     return engine
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads(), st.sampled_from(["sync", "eager", "lazy"]), st.booleans())
 def test_tokens_equal_plain_decoding_whatever_the_mix(workload, mode, preempting):
     sizes, requests, arrivals, cancels = workload
@@ -159,7 +159,7 @@ def test_tokens_equal_plain_decoding_whatever_the_mix(workload, mode, preempting
     assert sum(stats.finished.values()) == len(requests)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_modes_run_the_same_number_of_tokens(workload):
     """Asynchronous steps cost at most one extra token per request that ends early, and none per request that ends by length."""

@@ -275,7 +275,7 @@ class OffloadMachine(RuleBasedStateMachine):
 
 
 TestOffload = OffloadMachine.TestCase
-TestOffload.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+TestOffload.settings = settings(max_examples=300, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 4, 7])

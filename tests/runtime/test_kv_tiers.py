@@ -65,7 +65,7 @@ def settle(engine: Engine) -> None:
     engine.clear_prefix_cache()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     conversations(),
     st.sampled_from(["sync", "eager", "lazy"]),

@@ -20,7 +20,7 @@ def _simulated_peak(lengths, delays, remaining, page_size) -> int:
 _sequences = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(0, 40)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_sequences, st.integers(1, 9))
 def test_the_peak_is_that_of_a_simulation(sequences, page_size):
     lengths, delays, remaining = (np.array(column) for column in zip(*sequences, strict=True))

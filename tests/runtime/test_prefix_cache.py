@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = CacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPrefixCache.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def _run(cache: PrefixCache, tokens: list[int], session=None) -> np.ndarray:
@@ -215,7 +215,7 @@ def test_check_integrity_finds_wrong_names_and_lost_references():
 _holdings = st.lists(st.tuples(st.lists(st.integers(0, 8), min_size=3, max_size=3), st.integers(0, 12)), min_size=1, max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_holdings)
 def test_counting_with_the_last_holder_counts_each_page_once_at_all_times(holdings):
     """A sequence holds a page once; the model is a set of pages per point in time."""

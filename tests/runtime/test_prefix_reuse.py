@@ -82,7 +82,7 @@ def conversations(draw):
     return sizes, requests, arrivals, cancels, draw(st.sets(st.integers(0, 60), max_size=3))
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(conversations(), st.sampled_from(["sync", "eager", "lazy"]), st.booleans())
 def test_conversations_have_the_tokens_of_plain_decoding(conversation, mode, preempting):
     sizes, requests, arrivals, cancels, clears = conversation
@@ -102,7 +102,7 @@ def test_conversations_have_the_tokens_of_plain_decoding(conversation, mode, pre
     assert_empty(engine)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(conversations(), st.booleans())
 def test_reuse_changes_no_event_but_what_was_cached(conversation, sync):
     sizes, requests, arrivals, _, _ = conversation

@@ -34,7 +34,7 @@ def _stream(tokenizer, ids, stop=()):
     return [*pieces, stream.flush()], stream.stopped
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=20))
 def test_case_24_streamed_text_never_cuts_a_character(text):
     tokenizer = _SHARED
@@ -56,7 +56,7 @@ _SHARED = _tokenizer()
 _small = st.text("abc", min_size=1, max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.text("abcé", max_size=24), st.lists(_small, min_size=1, max_size=3))
 def test_case_23_text_ends_before_the_first_complete_stop_string(text, stops):
     """Checked against the definition: characters come one by one, the first stop string to be complete ends the text."""

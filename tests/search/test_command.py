@@ -240,3 +240,16 @@ def test_plans_made_one_by_one_join_into_a_set(capsys: pytest.CaptureFixture[str
     other.write_bytes(Path(files[0]).read_bytes().replace(b'"llama3-8b"', b'"llama2-7b"'))
     assert main(["join", files[1], str(other), "--out", str(out)]) == 2
     assert "one model" in capsys.readouterr().err
+
+
+def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """docs/performance.md has the commands; profile, power model and plans must not part ways."""
+    root = Path(__file__).parents[2]
+    name = "h200-llama3-8b-tp1.json"
+    _run(
+        capsys, "hand", "--model", "llama3-8b", "--hardware", "h200", "--profile", str(root / "search/data/profiles" / name),
+        "--b-dense", "2048", "--workload", "512:512", "--border", "1024", "--attention-sms", "32",
+        "--out", str(tmp_path / "512.json"),
+    )  # fmt: skip
+    _run(capsys, "join", str(tmp_path / "512.json"), "--out", str(tmp_path / name))
+    assert decode_plan_set((tmp_path / name).read_bytes()) == decode_plan_set((root / "nanoflow_jax/plans" / name).read_bytes())

@@ -152,7 +152,7 @@ def test_case_23_no_part_of_a_stop_string_is_ever_sent(stop, expected):
 characters = st.sampled_from(["a", " ", "é", "漢", "字", "😀", "👨‍👩‍👧", "🇩🇪", "\N{COMBINING ACUTE ACCENT}", "\ufffd"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(characters, min_size=1, max_size=20).map("".join), st.integers(1, 60))
 def test_case_24_characters_are_never_cut_in_the_stream(text, max_tokens):
     script = tokenizer().encode(text, add_special_tokens=False)

@@ -389,4 +389,4 @@ class FaultMachine(RuleBasedStateMachine):
 
 
 TestFaults = FaultMachine.TestCase
-TestFaults.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestFaults.settings = settings(max_examples=40, stateful_step_count=25)

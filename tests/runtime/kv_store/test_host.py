@@ -176,7 +176,7 @@ class HostMachine(RuleBasedStateMachine):
 
 
 TestHost = HostMachine.TestCase
-TestHost.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestHost.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 def filled(keys, num_slots) -> HostTier:

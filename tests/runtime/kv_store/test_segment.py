@@ -77,7 +77,7 @@ def write_segment(path: str, keys, capacity=8, files=None) -> Layout:
     return layout
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(count=st.integers(0, 8), cut=st.integers(0, 8192 + 8 * PAGE_BYTES))
 def test_a_cut_file_gives_the_pages_that_are_whole(tmp_path_factory, count, cut):
     path = str(tmp_path_factory.mktemp("s") / "segment")

@@ -126,7 +126,7 @@ class SsdMachine(RuleBasedStateMachine):
 
 # Lists compare by contents; segments are told apart by their keys, and two never hold the same.
 TestSsd = SsdMachine.TestCase
-TestSsd.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestSsd.settings = settings(max_examples=30, stateful_step_count=20)
 
 
 def test_reading_a_segment_keeps_it(tmp_path):

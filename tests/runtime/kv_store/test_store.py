@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestStore.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_threads_with_a_small_ssd_and_a_moody_disk(tmp_path):
