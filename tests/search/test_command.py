@@ -252,4 +252,16 @@ def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFi
         "--out", str(tmp_path / "512.json"),
     )  # fmt: skip
     _run(capsys, "join", str(tmp_path / "512.json"), "--out", str(tmp_path / name))
-    assert decode_plan_set((tmp_path / name).read_bytes()) == decode_plan_set((root / "nanoflow_jax/plans" / name).read_bytes())
+    made, shipped = (_leaves(json.loads((folder / name).read_bytes())) for folder in (tmp_path, root / "nanoflow_jax/plans"))
+    assert made.keys() == shipped.keys()
+    # Times are sums, and the last digit of a sum depends on the Python version (3.12 compensates) and on the processor.
+    wrong = {k: (made[k], v) for k, v in shipped.items() if not (made[k] == v or made[k] == pytest.approx(v, rel=1e-9))}
+    assert not wrong
+
+
+def _leaves(value: object, path: str = "") -> dict[str, object]:
+    """The values of a JSON document by path; numbers of SMs, tokens and phases are whole and so compare exactly."""
+    if not isinstance(value, dict | list):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: v for key, inner in items for k, v in _leaves(inner, f"{path}/{key}").items()}
