@@ -32,6 +32,8 @@ _CHUNK_PARTITION = PartitionSpec(None, None, None, None, TP)
 # A copy from pinned memory is at full speed from some MB on; a chunk also takes that much of the device for a while.
 _CHUNK_BYTES = 64 << 20
 _MAX_CHUNK_PAGES = 64
+# Of pages that are on the device, or on their way there, before they are in the pool.
+MAX_STAGED_BYTES = 512 << 20
 # The last group's copy has one feed-forward and the logits to hide behind, so it should be small.
 _MAX_GROUPS = 8
 

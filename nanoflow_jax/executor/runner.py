@@ -25,7 +25,7 @@ from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.executor.step import ExecutionMode, sample_step, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
-from nanoflow_jax.kv_cache import create_kv_cache, free_device_bytes, page_bytes, pages_that_fit
+from nanoflow_jax.kv_cache import create_kv_cache, free_device_bytes, page_bytes, pages_that_fit, step_bytes
 from nanoflow_jax.models.decoder import Decoder
 from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import PipelinePlan, PlanSet
@@ -52,7 +52,8 @@ class RunnerConfig:
       page_size: tokens per KV page.
       num_pages: size of the pool, dummy page included; None sizes it from free device memory.
       max_context: longest prompt plus output; None takes the model's. It sets the width of block tables.
-      memory_fraction: share of the free device memory that the pool may take when num_pages is None.
+      memory_fraction: share of the free device memory that the pool and what steps need beside it (`kv_cache.step_bytes`) may
+        take when num_pages is None; the rest is for what nobody counts, such as gaps between arrays.
       mode: how a step is executed. Other than "sequential", it goes by `plans` where the batcher finds that one of them pays.
       plans: what the search found, for the model or one with the same layers; each plan's b_dense becomes a step size.
       kernels: see `nanoflow_jax.kernels`; "auto" takes what is best on the device at hand.
@@ -69,7 +70,7 @@ class RunnerConfig:
     page_size: int = 16
     num_pages: int | None = None
     max_context: int | None = None
-    memory_fraction: float = 0.9
+    memory_fraction: float = 0.97
     mode: ExecutionMode = "sequential"
     plans: PlanSet | None = None
     kernels: KernelChoice | Literal["auto"] = "auto"
@@ -320,16 +321,18 @@ class ModelRunner:
         budget = _DEFAULT_POOL_BYTES if free is None else int(free * options.memory_fraction)
         # More than every sequence at full length can never be used.
         useful = 1 + options.max_sequences * self.pages_per_seq
-        reserve = 0 if free is None else self._activation_bytes(options)
+        reserve = 0 if free is None else self._bytes_beside_pool(options, bytes_per_page // options.page_size)
         pages = pages_that_fit(budget, bytes_per_page, reserve_bytes=reserve)
         # Free memory is not the same to the byte in every start; the pool's size should be, or nothing on disk fits it.
         return min(useful, pages >> (unit := max(0, pages.bit_length() - _POOL_BITS)) << unit)
 
-    def _activation_bytes(self, options: RunnerConfig) -> int:
-        """An upper estimate of a step's temporaries: the logits twice in float32, and a few layers' widest activations."""
-        widest = max(2 * self._layout.padded_d_ff * max(1, self.config.experts_per_token), 4 * self.config.d_model)
-        vocab = self.config.vocab_size
-        return 4 * (2 * options.max_sequences * vocab + 4 * options.b_dense * widest)
+    def _bytes_beside_pool(self, options: RunnerConfig, kv_bytes_per_token: int) -> int:
+        num_bytes = step_bytes(
+            self.config, self._layout, b_dense=options.b_dense, num_rows=options.max_sequences, greedy_only=options.greedy_only
+        )
+        if options.kv_offload != "off":
+            num_bytes += _STEPS_LEAVING * options.b_dense * kv_bytes_per_token + kv_transfer.MAX_STAGED_BYTES
+        return num_bytes
 
     def _lowered_from(self) -> str:
         """All that `_lower_forward`, `_lower_page_writer` and `_lower_sampler` take from this object."""

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nanoflow_jax.executor.kv_transfer import MAX_STAGED_BYTES
 from nanoflow_jax.runtime.kv_store import CachedPrefix, Fault, KVStore, LoadedPages
 from nanoflow_jax.runtime.kv_store.host import runs_of
 from nanoflow_jax.runtime.kv_store.stats import Rate
 from nanoflow_jax.runtime.kv_store.workers import Workers
 
-# Bytes of pages that may be on the device, or on their way there, before they are in the pool.
-_WINDOW_BYTES = 512 << 20
 # A store that does not answer is given up after so many times the expected cost of computing, within these bounds.
 _PATIENCE = 3.0
 _LEAST_PATIENCE_S = 0.05
@@ -110,7 +109,7 @@ class Loads:
         self._worth = worth
         # Used by one copy after the other, each of which waits for the device.
         self._buffer = target.transfer_memory(chunk_sizes[-1] * store.page_bytes).reshape(-1, store.page_bytes)
-        self._window = max(1, _WINDOW_BYTES // (chunk_sizes[-1] * store.page_bytes))
+        self._window = max(1, MAX_STAGED_BYTES // (chunk_sizes[-1] * store.page_bytes))
         self._in_flight = 0
         self._active: list[Load] = []
         self._workers = Workers("kv-load", 1, max_waiting=1 << 30, faults=store.faults)

@@ -8,8 +8,11 @@ import tempfile
 
 import pytest
 
+from nanoflow_jax.config import preset
 from nanoflow_jax.executor.fused import beside
 from nanoflow_jax.executor.phases import group
+from nanoflow_jax.kv_cache import step_bytes
+from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan_files import decode_plan
 from tests.executor.h200_schedule import NUM_LAYERS, PLANS
 from tests.kernels.aot import child_environment
@@ -55,6 +58,29 @@ def test_the_pool_is_not_copied(mode: str) -> None:
     """Temporaries grow with the batch; a second pool, or a layer's, would show beside them."""
     found = schedule(ONE_GPU, mode)
     assert found["temp_bytes"] < found["pool_bytes"] / 3
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nano", "streams", "fused"])
+def test_what_a_step_needs_beside_the_pool_is_reserved(mode: str) -> None:
+    plan = decode_plan((PLANS / f"{ONE_GPU}.json").read_bytes())
+    config = preset(plan.model)
+    reserved = step_bytes(config, parallel_layout(config, 1), b_dense=plan.b_dense, num_rows=plan.b_dense, greedy_only=True)
+    logits = 4 * plan.b_dense * config.vocab_size
+    assert schedule(ONE_GPU, mode)["temp_bytes"] + 2 * logits <= reserved
+
+
+def test_what_sampling_needs_is_reserved() -> None:
+    config, rows = preset("llama3-8b"), 512
+    command = [sys.executable, "-m", "tests.executor.h200_sampling", str(rows), str(config.vocab_size)]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    temporary = json.loads(done.stdout.splitlines()[-1])
+    sizes = {"b_dense": rows, "num_rows": rows}
+    reserved = {greedy: step_bytes(config, parallel_layout(config, 1), **sizes, greedy_only=greedy) for greedy in (False, True)}
+    logits = 4 * rows * config.vocab_size
+    assert max(temporary.values()) + 2 * logits <= reserved[False]
+    assert temporary["greedy 0"] + 2 * logits <= reserved[True]
+    assert max(temporary.values()) > logits, "sampling with filters needs less than it did: reserve less"
 
 
 @pytest.mark.parametrize("mode", ["sequential", "nano"])

@@ -1,6 +1,7 @@
 """The runner: compiled once, pool in place, tokens fed back on the device, refusals at the edge."""
 
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,8 @@ from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_sizes
 from nanoflow_jax.kernels import best_choice
-from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit
+from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit, step_bytes
+from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import PlanSet
 from tests.executor.plans import random_plan
 from tests.model.steps import golden, tiny_model
@@ -196,6 +198,19 @@ def test_pool_sizes() -> None:
     for num_pages, page_size, message in [(1, 16, "num_pages=1"), (2**27, 16, "do not fit in int32")]:
         with pytest.raises(ValueError, match=message):
             create_kv_cache(model.config, model.layout, model.mesh, num_pages=num_pages, page_size=page_size, dtype=jnp.float32)
+
+
+def test_a_step_is_given_memory_for_its_logits_and_their_sampling() -> None:
+    config = preset("llama3-8b")
+    layout = parallel_layout(config, 1)
+
+    def needed(**sizes: Any) -> int:
+        return step_bytes(config, layout, **({"b_dense": 2048, "num_rows": 1024, "greedy_only": True} | sizes))
+
+    logits = 4 * 1024 * config.vocab_size
+    assert needed(greedy_only=False) - needed() == 3 * logits
+    assert needed(num_rows=2048) - needed() == 2 * logits
+    assert needed(b_dense=4096) - needed() > 4 * 2048 * 2 * config.d_ff
 
 
 def test_automatic_kernels_are_those_of_the_platform() -> None:
