@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         tp_size=args.tp_size,
         options=RunnerConfig(
-            **sizes_for(args, plans),
+            **sizes_for(args, plans, free_device_bytes(jax.devices()[0])),
             step_sizes=args.step_sizes,
             num_pages=args.num_pages,
             max_context=args.max_context or longest,
@@ -95,9 +95,12 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(report))
 
 
-def sizes_for(args: argparse.Namespace, plans: PlanSet | None) -> dict[str, int]:
-    """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, a server's."""
-    free = free_device_bytes(jax.devices()[0])
+def sizes_for(args: argparse.Namespace, plans: PlanSet | None, free: int | None) -> dict[str, int]:
+    """b_dense, max_sequences and page_size: as told, else the plans', what keeps a GPU's memory full, a server's.
+
+    Args:
+      free: bytes of a GPU's memory before the weights are there; None on a CPU.
+    """
     sizes = serving_sizes(on_gpu=free is not None)
     if free is not None and args.model in PRESETS and args.workload == "uniform":
         tokens = pool_tokens(PRESETS[args.model], args.tp_size, free, itemsize=2)
