@@ -37,6 +37,13 @@ class StepMix(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: int
     prefill_context: float
 
+    def __post_init__(self) -> None:
+        counts = (self.decode_tokens, self.prefill_tokens, self.decode_context, self.prefill_context)
+        if min(counts) < 0 or not 0 < self.decode_tokens + self.prefill_tokens <= self.padded_tokens:
+            raise ValueError(f"{self} must hold at least one token and at most {self.padded_tokens}")
+        if not 0 < self.rows <= self.padded_rows:
+            raise ValueError(f"{self} must hold at least one row and at most {self.padded_rows}")
+
 
 class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
     """One entry per step, microseconds.
@@ -166,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_split(model, args.tp)
         steps = msgspec.json.decode(sys.stdin.buffer.read(), type=list[StepMix])
         prices = step_prices(model, device, load_table(args.profile, model, device, args.tp, steps), steps)
-    except (InfeasibleError, HardwareError, ProfileError, ValueError, OSError) as error:
+    except (InfeasibleError, HardwareError, ProfileError, msgspec.MsgspecError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(msgspec.json.encode(prices).decode())

@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from search.hardware import hardware
 from search.problem import Costing
 from search.profile_table import ProfileError
 from search.step_times import StepMix, load_table, step_prices
+from search.step_times import main as step_times
 
 _ROOT = Path(__file__).parents[2]
 _PROFILE = str(_ROOT / "search/data/profiles/h200-llama3-8b-tp1.json")
@@ -108,7 +110,7 @@ def test_a_step_without_padding_costs_what_the_search_says(tokens, data):
     decode = data.draw(st.integers(0, tokens))
     context, keys = data.draw(st.integers(1, 4000)), data.draw(st.integers(1, 2000))
     mix = BatchMix(b_dense=tokens, decode_tokens=decode, decode_context=context, prefill_context=keys)
-    (found,) = _prices(StepMix(tokens, tokens, decode + 1, decode, context, tokens - decode, keys)).layer_us
+    (found,) = _prices(StepMix(tokens, tokens, 1, decode, context, tokens - decode, keys)).layer_us
     assert found == pytest.approx(Costing(model=_MODEL, table=_TABLE, mix=mix, partition="none").sequential_us())
 
 
@@ -228,6 +230,24 @@ def test_what_the_profile_does_not_cover_is_refused(capsys):
     load = ["--input", "2000", "--output", "2", "--requests", "3", "--b-dense", "4096"]
     assert bench_predicted.main([*_MACHINE, *load]) == 2
     assert "error: profile of llama3-8b on h200 has gemm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (b"[", "truncated"),
+        (b"[[64, 8, 1, 1]]", "length 7, got 4"),
+        (b"[[64, 8, 8, 60, 10.0, 5, 10.0]]", "at most 64"),
+        (b"[[64, 8, 8, 0, 0.0, 0, 0.0]]", "at least one token"),
+        (b"[[64, 8, 9, 9, 10.0, 0, 0.0]]", "at most 8"),
+    ],
+)
+def test_steps_that_cannot_be_are_not_priced(steps, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(steps)))
+    assert step_times(_MACHINE) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err
+    assert not captured.out
 
 
 @pytest.mark.parametrize(
