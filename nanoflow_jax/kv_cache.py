@@ -73,12 +73,14 @@ def free_device_bytes(device: Any) -> int | None:
 def step_bytes(config: ModelConfig, layout: ParallelLayout, *, b_dense: int, num_rows: int, greedy_only: bool) -> int:
     """An upper estimate of what the largest step needs on one rank beside weights and pool.
 
-    Logits in float32 of two steps, of the one that is sampled and of the one after it, and three times as much for sampling
-    them with filters (what XLA allocates for it on an H200); and of a layer four of the widest activations in float32.
+    Logits in float32 of two steps, of the one that is sampled and of the one after it; as much again for the parts that ranks
+    gather, and three times the logits of a step for sampling them with filters (what XLA allocates for an H200); and of a layer
+    four of the widest activations in float32.
     """
     logits = 4 * num_rows * layout.padded_vocab_size
+    copies = 2 + (2 if layout.tp_size > 1 else 0) + (0 if greedy_only else 3)
     widest = max(2 * layout.padded_d_ff * max(1, config.experts_per_token), 4 * config.d_model)
-    return (2 if greedy_only else 5) * logits + 4 * 4 * b_dense * widest
+    return copies * logits + 4 * 4 * b_dense * widest
 
 
 def pages_that_fit(free_bytes: int, bytes_per_page: int, *, reserve_bytes: int) -> int:

@@ -60,13 +60,16 @@ def test_the_pool_is_not_copied(mode: str) -> None:
     assert found["temp_bytes"] < found["pool_bytes"] / 3
 
 
-@pytest.mark.parametrize("mode", ["sequential", "nano", "streams", "fused"])
-def test_what_a_step_needs_beside_the_pool_is_reserved(mode: str) -> None:
-    plan = decode_plan((PLANS / f"{ONE_GPU}.json").read_bytes())
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((ONE_GPU, mode) for mode in ("sequential", "nano", "streams", "fused")), (FOUR_GPUS, "streams")]
+)
+def test_what_a_step_needs_beside_the_pool_is_reserved(name: str, mode: str) -> None:
+    plan = decode_plan((PLANS / f"{name}.json").read_bytes())
     config = preset(plan.model)
-    reserved = step_bytes(config, parallel_layout(config, 1), b_dense=plan.b_dense, num_rows=plan.b_dense, greedy_only=True)
-    logits = 4 * plan.b_dense * config.vocab_size
-    assert schedule(ONE_GPU, mode)["temp_bytes"] + 2 * logits <= reserved
+    layout = parallel_layout(config, plan.tp)
+    reserved = step_bytes(config, layout, b_dense=plan.b_dense, num_rows=plan.b_dense, greedy_only=True)
+    logits = 4 * plan.b_dense * layout.padded_vocab_size
+    assert schedule(name, mode)["temp_bytes"] + 2 * logits <= reserved
 
 
 def test_what_sampling_needs_is_reserved() -> None:

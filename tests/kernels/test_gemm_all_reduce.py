@@ -1,4 +1,4 @@
-"""GEMMs fused with their all-reduce: interpreted with all ranks on one device, compiled for four H200s, run on two GPUs or four."""
+"""GEMMs fused with their all-reduce: interpreted, all ranks on one device; compiled for four H200s; run on two GPUs or four."""
 
 import dataclasses
 import functools
