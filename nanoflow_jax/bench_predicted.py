@@ -35,10 +35,11 @@ from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.executor.runner import RunnerConfig, step_sizes
 from nanoflow_jax.kv_cache import DUMMY_PAGE, page_bytes, pages_that_fit, step_bytes
 from nanoflow_jax.parallel import parallel_layout
-from nanoflow_jax.plan import PlanSet
+from nanoflow_jax.plan import TILE, PlanSet
 from nanoflow_jax.runtime.bench import NullRunner
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.plan_choice import read_plans
+from nanoflow_jax.runtime.request import Request
 from nanoflow_jax.runtime.sizing import sizes_from
 from nanoflow_jax.runtime.step_records import StepRecord, summarise
 
@@ -55,6 +56,8 @@ class LaunchedStep:
     """What a step computes; the fields but the last two are those of `search.step_times.StepMix`.
 
     Attributes:
+      padded_tokens: of the step's shape.
+      gemm_tokens, logit_rows: what GEMMs multiply, padding included as far as they do not leave it out.
       rows: sequences in the step.
       decode_context, prefill_context: mean keys that a token of the kind attends to.
       pages: pages of the pool that the step's rows hold.
@@ -62,7 +65,8 @@ class LaunchedStep:
     """
 
     padded_tokens: int
-    padded_rows: int
+    gemm_tokens: int
+    logit_rows: int
     rows: int
     decode_tokens: int
     decode_context: float
@@ -128,10 +132,14 @@ def predict(args: argparse.Namespace) -> dict:
         memory_fraction=args.memory_fraction,
         mode="streams" if plans else "sequential",
         plans=plans,
+        kernels=args.kernels,
         greedy_only=True,
     )
     num_pages = options.num_pages or pool_pages(model, options, args.tp_size, claimed)
-    records, steps, stats = simulate(model, options, num_pages, args.requests, args.input, args.output, args.seed)
+    load = functools.partial(
+        make_requests, count=args.requests, input_tokens=args.input, output_tokens=args.output, seed=args.seed
+    )
+    records, steps, stats = simulate(model, options, num_pages, load)
     prices = price(steps)
     seconds = [1e-6 * us for us in step_us(model.num_layers, plans, steps, prices)]
     return {
@@ -167,10 +175,8 @@ def prices_of(model: str, hardware: str, tp: int, profile: str, steps: Sequence[
     Raises:
       SearchError: it refuses; the message is its own.
     """
-    command = [
-        sys.executable, "-m", "search.step_times", "--model", model, "--hardware", hardware, "--tp", str(tp),
-        "--profile", profile,
-    ]  # fmt: skip
+    options = {"--model": model, "--hardware": hardware, "--tp": str(tp), "--profile": profile}
+    command = [sys.executable, "-m", "search.step_times", *(word for option in options.items() for word in option)]
     mixes = json.dumps([dataclasses.astuple(step)[:-2] for step in steps])
     done = subprocess.run(command, input=mixes, capture_output=True, text=True)
     if done.returncode:
@@ -205,26 +211,23 @@ def shapes_of(model: ModelConfig, options: RunnerConfig) -> tuple[BatchShape, ..
 
 
 def simulate(
-    model: ModelConfig, options: RunnerConfig, num_pages: int, requests: int, input_tokens: int, output_tokens: int, seed: int
+    model: ModelConfig, options: RunnerConfig, num_pages: int, load: Callable[[Engine], list[Request]]
 ) -> tuple[list[StepRecord], list[LaunchedStep], EngineStats]:
-    """Runs the load as `bench` does: its records, with the host's times, and every step in order of launch.
-
-    Raises:
-      ValueError: prompt and output do not fit the context or the pool.
-    """
+    """Runs the load as `bench` does: its records, with the host's times, and every step in order of launch."""
     steps: list[LaunchedStep] = []
+    skips_padding = options.kernels != "cublas"
     runner = NullRunner(
         model,
         shapes=shapes_of(model, options),
         max_sequences=options.max_sequences,
         page_size=options.page_size,
         num_pages=num_pages,
-        launched=lambda batch, plan: steps.append(_launched(batch, plan)),
+        launched=lambda batch, plan: steps.append(_launched(batch, plan, skips_padding)),
         plans=options.plans,
     )
     # Prompts are random, so there is no prefix to find.
     engine = Engine(runner, prefix_cache=False)
-    records = run(engine, make_requests(engine, requests, input_tokens, output_tokens, seed))
+    records = run(engine, load(engine))
     # `run` executes a short request first, which is in no record.
     return records, steps[-sum(map(_read_a_step, records)) :], engine.stats()
 
@@ -233,7 +236,10 @@ def _read_a_step(record: StepRecord) -> bool:
     return record.prompt_tokens + record.decode_tokens > 0
 
 
-def _launched(batch: Batch, plan: int | None) -> LaunchedStep:
+def _launched(batch: Batch, plan: int | None, skips_padding: bool) -> LaunchedStep:
+    def multiplied(used: int, padded: int) -> int:
+        return min(padded, -(-used // TILE) * TILE) if skips_padding else padded
+
     num_decode = int(batch.num_decode)
     present = batch.q_lens > 0
     queries, keys = batch.q_lens[present].astype(np.int64), batch.kv_lens[present].astype(np.int64)
@@ -241,10 +247,12 @@ def _launched(batch: Batch, plan: int | None) -> LaunchedStep:
     prefill_tokens = int(chunks.sum())
     # Query j of a chunk sees the keys before the chunk and j + 1 of its own.
     prefill_keys = int((chunks * (ends - chunks) + chunks * (chunks + 1) // 2).sum())
+    num_rows = int(present.sum())
     return LaunchedStep(
         padded_tokens=batch.shape.num_tokens,
-        padded_rows=batch.shape.num_rows,
-        rows=int(present.sum()),
+        gemm_tokens=multiplied(num_decode + prefill_tokens, batch.shape.num_tokens),
+        logit_rows=multiplied(num_rows, batch.shape.num_rows),
+        rows=num_rows,
         decode_tokens=num_decode,
         decode_context=int(keys[:num_decode].sum()) / max(1, num_decode),
         prefill_tokens=prefill_tokens,
@@ -361,6 +369,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hardware", required=True, help="a device of the hardware table, such as h200")
     parser.add_argument("--profile", default="analytic", help="'analytic' (default) or a profile file of python -m search")
     parser.add_argument("--plans", type=Path, help="a plan or plan set of python -m search")
+    parser.add_argument(
+        "--kernels",
+        default="mosaic",
+        choices=("mosaic", "cublas"),
+        help="mosaic's GEMMs leave padding out, cublas's multiply it; times are the profile's (default %(default)s)",
+    )
     parser.add_argument("--input", type=int, default=512, metavar="N", help="tokens per prompt (default %(default)s)")
     parser.add_argument("--output", type=int, default=512, metavar="N", help="tokens per output (default %(default)s)")
     parser.add_argument("--requests", type=int, default=256, metavar="K", help="(default %(default)s)")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from nanoflow_jax.config import ModelConfig, preset
-from nanoflow_jax.plan import TILE, Operation, Partition, layer_graph
+from nanoflow_jax.plan import TILE, Operation, Partition, Resource, layer_graph
 from nanoflow_jax.workload import BatchMix
 from search import profile_table
 from search.analytic import LAUNCH_US, analytic_profile, gemm_rate, kernel_energy_j, kernel_work, streaming_bandwidth
@@ -27,10 +27,15 @@ _LOGIT_BYTES = 4
 
 
 class StepMix(msgspec.Struct, frozen=True, array_like=True):
-    """What one step computes. The first two are the compiled shape, padding included; contexts are mean keys per token."""
+    """What one step computes; contexts are mean keys per token.
+
+    `padded_tokens` is the compiled shape, what collectives send; `gemm_tokens` are those that GEMMs multiply, `logit_rows` the
+    rows whose logits are computed, `rows` those in use.
+    """
 
     padded_tokens: int
-    padded_rows: int
+    gemm_tokens: int
+    logit_rows: int
     rows: int
     decode_tokens: int
     decode_context: float
@@ -39,10 +44,14 @@ class StepMix(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         counts = (self.decode_tokens, self.prefill_tokens, self.decode_context, self.prefill_context)
-        if min(counts) < 0 or not 0 < self.decode_tokens + self.prefill_tokens <= self.padded_tokens:
-            raise ValueError(f"{self} must hold at least one token and at most {self.padded_tokens}")
-        if not 0 < self.rows <= self.padded_rows:
-            raise ValueError(f"{self} must hold at least one row and at most {self.padded_rows}")
+        if min(counts) < 0 or not 0 < self.tokens <= self.gemm_tokens <= self.padded_tokens:
+            raise ValueError(f"{self}: of {self.padded_tokens} tokens, some must be computed, and GEMMs multiply all of these")
+        if not 0 < self.rows <= self.logit_rows:
+            raise ValueError(f"{self}: of {self.logit_rows} rows of logits, some must be in use")
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_tokens + self.prefill_tokens
 
 
 class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +73,7 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
 def step_prices(model: ModelConfig, device: Hardware, table: ProfileTable, steps: Sequence[StepMix]) -> StepPrices:
     """Times and power bounds of `steps` by a profile.
 
-    GEMMs and collectives compute the padded tokens, attention only those there are. Equal operations are priced once, with
-    contexts rounded to whole tokens.
+    Equal operations are priced once, with contexts rounded to whole tokens.
 
     Raises:
       ProfileError: the profile lacks a kernel, or was not measured up to so many tokens.
@@ -80,13 +88,16 @@ def step_prices(model: ModelConfig, device: Hardware, table: ProfileTable, steps
         return _rest_us(model, device, table, vocab, rows)
 
     def layer_us(step: StepMix) -> float:
-        return sum(timing(op, tokens, context).time_us for op, tokens, context in _work(graph, step, step.padded_tokens))
+        return sum(
+            timing(op, tokens, context).time_us
+            for op, tokens, context in _work(graph, step, step.gemm_tokens, step.padded_tokens)
+        )
 
     def least_us(step: StepMix) -> float:
         assert table.power is not None
         layer = sum(
             kernel_energy_j(table.power, kernel_of(model, table.tp, partition, op.name), tokens, context)
-            for op, tokens, context in _work(graph, step, step.decode_tokens + step.prefill_tokens)
+            for op, tokens, context in _work(graph, step, step.tokens, step.tokens)
         )
         logits = kernel_energy_j(table.power, _logits(model, vocab), step.rows, 0.0)
         return table.power.least_time_us(model.num_layers * layer + logits)
@@ -94,19 +105,22 @@ def step_prices(model: ModelConfig, device: Hardware, table: ProfileTable, steps
     return StepPrices(
         memory_bytes=device.memory_bytes,
         layer_us=tuple(map(layer_us, steps)),
-        rest_us=tuple(rest_us(step.padded_rows) for step in steps),
+        rest_us=tuple(rest_us(step.logit_rows) for step in steps),
         least_us=None if table.power is None else tuple(map(least_us, steps)),
     )
 
 
-def _work(graph: Sequence[Operation], step: StepMix, tokens: int) -> list[tuple[Operation, int, int]]:
-    """(operation, its tokens, its context) of a layer, `tokens` in operations on all of them."""
-    of = {
-        "all": (tokens, 0),
-        "decode": (step.decode_tokens, round(step.decode_context)),
-        "prefill": (step.prefill_tokens, round(step.prefill_context)),
-    }
-    return [(op, *of[op.tokens]) for op in graph if of[op.tokens][0]]
+def _work(graph: Sequence[Operation], step: StepMix, multiplied: int, sent: int) -> list[tuple[Operation, int, int]]:
+    """(operation, its tokens, its context) of a layer: attention has its own, GEMMs `multiplied`, collectives `sent`."""
+
+    def of(op: Operation) -> tuple[int, int]:
+        if op.tokens == "decode":
+            return step.decode_tokens, round(step.decode_context)
+        if op.tokens == "prefill":
+            return step.prefill_tokens, round(step.prefill_context)
+        return (sent if op.resource is Resource.NETWORK else multiplied), 0
+
+    return [(op, tokens, context) for op in graph for tokens, context in [of(op)] if tokens]
 
 
 def _timing_of(model: ModelConfig, table: ProfileTable, partition: Partition) -> Callable[[Operation, int, int], Timing]:

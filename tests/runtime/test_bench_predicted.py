@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import io
 import json
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_prefix_reuse_as_in_bench_does_not_change_the_steps(requests):
     """`bench` runs with the prefix cache, which finds nothing in random prompts; the prediction runs without."""
     options = RunnerConfig(b_dense=128, max_sequences=16, page_size=16)
     model = dataclasses.replace(_MODEL, max_context=136)
-    _, steps, stats = bench_predicted.simulate(model, options, 60, requests, 96, 40, seed=1)
+    load = functools.partial(bench.make_requests, count=requests, input_tokens=96, output_tokens=40, seed=1)
+    _, steps, stats = bench_predicted.simulate(model, options, 60, load)
     seen = []
     null = NullRunner(
         model,
@@ -100,7 +102,7 @@ def test_prefix_reuse_as_in_bench_does_not_change_the_steps(requests):
         launched=lambda batch, plan: seen.append((batch.shape.num_tokens, int(batch.num_decode), int(batch.q_lens.sum()))),
     )
     engine = Engine(null)
-    bench.run(engine, bench.make_requests(engine, requests, 96, 40, seed=1))
+    bench.run(engine, load(engine))
     assert [(s.padded_tokens, s.decode_tokens, s.tokens) for s in steps] == seen[-len(steps) :]
     assert stats.preemptions == engine.stats().preemptions
 
@@ -110,13 +112,13 @@ def test_a_step_without_padding_costs_what_the_search_says(tokens, data):
     decode = data.draw(st.integers(0, tokens))
     context, keys = data.draw(st.integers(1, 4000)), data.draw(st.integers(1, 2000))
     mix = BatchMix(b_dense=tokens, decode_tokens=decode, decode_context=context, prefill_context=keys)
-    (found,) = _prices(StepMix(tokens, tokens, 1, decode, context, tokens - decode, keys)).layer_us
+    (found,) = _prices(StepMix(tokens, tokens, 1, 1, decode, context, tokens - decode, keys)).layer_us
     assert found == pytest.approx(Costing(model=_MODEL, table=_TABLE, mix=mix, partition="none").sequential_us())
 
 
 @pytest.mark.parametrize("profile", [_PROFILE, "analytic"])
 def test_longer_contexts_more_tokens_and_padding_cost_more(profile):
-    base = StepMix(1024, 1024, 600, 512, 700.0, 256, 300.0)
+    base = StepMix(1024, 1024, 1024, 600, 512, 700.0, 256, 300.0)
     more = [
         msgspec.structs.replace(base, **change)
         for change in (
@@ -124,8 +126,8 @@ def test_longer_contexts_more_tokens_and_padding_cost_more(profile):
             {"prefill_context": 1000.0},
             {"decode_tokens": 600},
             {"prefill_tokens": 512},
-            {"padded_tokens": 1536},
-            {"padded_rows": 1536},
+            {"padded_tokens": 1536, "gemm_tokens": 1536},
+            {"logit_rows": 1536},
         )
     ]
     table = load_table(profile, _MODEL, _DEVICE, 1, [base, *more])
@@ -139,7 +141,7 @@ def test_longer_contexts_more_tokens_and_padding_cost_more(profile):
 
 
 def test_logits_are_read_from_a_profile_that_has_them():
-    step = StepMix(512, 512, 512, 512, 700.0, 0, 0.0)
+    step = StepMix(512, 512, 512, 512, 512, 700.0, 0, 0.0)
     series = profile_table.Series(
         kernel=profile_table.Kernel(name="gemm", shape=(4096, 128256)),
         points=(profile_table.Point(tokens=512, num_sms=132, time_us=5000.0),),
@@ -150,7 +152,7 @@ def test_logits_are_read_from_a_profile_that_has_them():
 
 
 def _step(plan: int | None) -> LaunchedStep:
-    return LaunchedStep(2048, 1024, 1000, 900, 700.0, 1000, 256.0, 10_000, plan)
+    return LaunchedStep(2048, 2048, 1024, 1000, 900, 700.0, 1000, 256.0, 10_000, plan)
 
 
 def test_times_of_steps_follow_layers_plans_and_power():
@@ -186,6 +188,32 @@ def test_steps_by_plan_are_counted_and_take_the_plans_time(capsys, tmp_path):
     least = 1e-6 * (32 + plan.max_layer_offset) * plan.period_us
     assert all(row["seconds"] > row["planned"] * least for row in planned)
     assert _command(capsys, *load)[1]["planned_steps"] == 0
+
+
+def test_kernels_that_leave_padding_out_save_its_time_and_no_energy(capsys):
+    """Every step has one size, so there is much padding."""
+    left_out, multiplied = (
+        _command(capsys, *_LOAD, "--step-sizes", "256", "--kernels", kernels)[1] for kernels in ("mosaic", "cublas")
+    )
+    assert left_out["padding_tokens"] == multiplied["padding_tokens"] > 0
+    assert left_out["whole"]["steps"] == multiplied["whole"]["steps"]
+    assert left_out["whole"]["seconds"] < multiplied["whole"]["seconds"]
+    assert left_out["power"]["least_seconds"] == multiplied["power"]["least_seconds"]
+
+
+def test_collectives_send_padding():
+    model, device = preset("llama3-70b"), hardware("h200")
+    steps = [StepMix(padded, 256, 16, 16, 16, 100.0, 240, 50.0) for padded in (256, 512)]
+    table = load_table("analytic", model, device, 8, steps)
+    narrow, wide = step_prices(model, device, table, steps).layer_us
+    costing = Costing(
+        model=model,
+        table=table,
+        mix=BatchMix(b_dense=512, decode_tokens=16, decode_context=100.0, prefill_context=50.0),
+        partition="all_reduce",
+    )
+    added = [costing.time_of(name, 512) - costing.time_of(name, 256) for name in ("o_all_reduce", "ffn_all_reduce")]
+    assert wide - narrow == pytest.approx(sum(added))
 
 
 def test_without_a_power_model_nothing_is_said_of_power(capsys):
@@ -224,9 +252,9 @@ def test_sizes_are_those_that_bench_takes_on_such_a_gpu(capsys):
 
 def test_what_the_profile_does_not_cover_is_refused(capsys):
     with pytest.raises(ProfileError, match="up to 2048 tokens, not 2560"):
-        _prices(StepMix(2560, 1024, 10, 10, 100.0, 2000, 100.0))
+        _prices(StepMix(2560, 2560, 128, 10, 10, 100.0, 2000, 100.0))
     with pytest.raises(ProfileError, match=r"no gemm\(8192, 10240\)"):
-        step_prices(preset("llama3-70b"), _DEVICE, _TABLE, [StepMix(256, 16, 16, 16, 100.0, 0, 0.0)])
+        step_prices(preset("llama3-70b"), _DEVICE, _TABLE, [StepMix(256, 256, 16, 16, 16, 100.0, 0, 0.0)])
     load = ["--input", "2000", "--output", "2", "--requests", "3", "--b-dense", "4096"]
     assert bench_predicted.main([*_MACHINE, *load]) == 2
     assert "error: profile of llama3-8b on h200 has gemm" in capsys.readouterr().err
@@ -236,10 +264,11 @@ def test_what_the_profile_does_not_cover_is_refused(capsys):
     ("steps", "message"),
     [
         (b"[", "truncated"),
-        (b"[[64, 8, 1, 1]]", "length 7, got 4"),
-        (b"[[64, 8, 8, 60, 10.0, 5, 10.0]]", "at most 64"),
-        (b"[[64, 8, 8, 0, 0.0, 0, 0.0]]", "at least one token"),
-        (b"[[64, 8, 9, 9, 10.0, 0, 0.0]]", "at most 8"),
+        (b"[[64, 64, 8, 1]]", "length 8, got 4"),
+        (b"[[64, 64, 8, 8, 60, 10.0, 5, 10.0]]", "of 64 tokens"),
+        (b"[[64, 32, 8, 8, 33, 10.0, 0, 0.0]]", "of 64 tokens"),
+        (b"[[64, 64, 8, 8, 0, 0.0, 0, 0.0]]", "some must be computed"),
+        (b"[[64, 64, 8, 9, 9, 10.0, 0, 0.0]]", "of 8 rows"),
     ],
 )
 def test_steps_that_cannot_be_are_not_priced(steps, message, monkeypatch, capsys):
