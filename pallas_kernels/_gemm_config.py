@@ -5,7 +5,7 @@ from typing import Literal
 
 from pallas_kernels import _mosaic
 
-_STAGING_BYTES = 2 * 2 * 64 * 64 * 2  # see gemm: two output blocks per consumer warpgroup
+_STAGED = 2 * 2 * 64 * 64  # see gemm: results in two output blocks per consumer warpgroup
 _RESERVED_BYTES = 2048  # barriers and the bias
 
 
@@ -57,14 +57,14 @@ class GemmConfig:
     def wg_n(self) -> int:
         return self.tile_n // self.consumers if self.split == "n" else self.tile_n
 
-    def stages(self, swiglu: bool) -> int:
-        """As many stages of A and B as fit into shared memory.
+    def stages(self, swiglu: bool, result_bytes: int = 2) -> int:
+        """As many stages of A and B as fit into shared memory beside blocks of results of `result_bytes` each.
 
         Raises:
           ValueError: not even two fit.
         """
         stage = (self.tile_m + self.tile_n * (2 if swiglu else 1)) * self.tile_k * 2
-        stages = min(16, (_mosaic.SMEM_LIMIT_BYTES - _STAGING_BYTES - _RESERVED_BYTES) // stage)
+        stages = min(16, (_mosaic.SMEM_LIMIT_BYTES - _STAGED * result_bytes - _RESERVED_BYTES) // stage)
         if stages < 2:
             raise ValueError(f"{self}: two stages of {stage} bytes do not fit into shared memory")
         return stages

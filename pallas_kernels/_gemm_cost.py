@@ -22,6 +22,7 @@ _LAUNCH = 4.6e-6  # with the first loads and the last stores
 _CLEAR = 1.5e-6  # the launch that clears semaphores
 _STEP = 0.205e-6  # from barrier to barrier, however little there is to multiply
 _OUT_OF_STEP = 1.26  # loads of cut tiles: their CTAs share less of them in the L2 cache
+_MIN_STAGES = 3  # with fewer, loads do not keep ahead of the products; the arithmetic takes for granted that they do
 _EXCHANGE = 2.0e-6  # of a cluster along k, besides the sums
 # Beside decode attention on 32 SMs all GEMMs slow down, those with small tiles more than others, those out of step most.
 _LOADS_BESIDE = 1.3
@@ -33,10 +34,12 @@ _ADD = 5.75e-6
 _TRADE = 5.4e-6  # in a cluster along k, times the part of the tile that a CTA leaves to the others
 
 
-def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> float:
+def predicted_seconds(
+    config: GemmConfig, m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False, result_bytes: int = 2
+) -> float:
     """The slowest CTA's steps and epilogues, or the time of the operands' bytes if that is longer, and what comes on top.
 
-    `beside`: something that streams from memory runs on the other SMs.
+    `beside`: something that streams from memory runs on the other SMs. `result_bytes`: of one element of the result.
     """
     halves = 2 if swiglu else 1
     workers = num_sms // config.cluster
@@ -56,22 +59,23 @@ def predicted_seconds(config: GemmConfig, m: int, n: int, k: int, *, swiglu: boo
     whole = (table[..., K_BEGIN] == 0) & (parts == 0)
     worker = (
         (np.where(whole, in_step, out_of_step) * steps).sum(1) / along_k
-        + (segments - parts.sum(1)) * size * _STORE / along_k
+        + (segments - parts.sum(1)) * size * _STORE * (result_bytes / 2) / along_k
         + (parts.sum(1) * _LEAVE + table[..., SOURCES].sum(1) * _ADD) * size
     )
     if along_k > 1:
         worker += segments * (_EXCHANGE + size * _TRADE * (along_k - 1) / along_k)
-    operands = 2 * (m * k + k * n * halves + m * n) / _HBM_BYTES_PER_S
+    operands = (2 * (m * k + k * n * halves) + result_bytes * m * n) / _HBM_BYTES_PER_S
     faster, slower = sorted((float(worker.max()), operands))
     seconds = _LAUNCH + (_CLEAR if parts.any() else 0.0) + slower + _OVERLAPPED * faster
     return seconds * _CUT_BESIDE if beside and parts.any() else seconds
 
 
 @functools.cache
-def fastest(m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> GemmConfig:
-    """The configuration without clusters that should be fastest."""
-    found = [c for tile in tiles(m, swiglu=swiglu) for c in cuts(tile)]
-    return min(found, key=lambda c: predicted_seconds(c, m, n, k, swiglu=swiglu, num_sms=num_sms, beside=beside))
+def fastest(m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False, result_bytes: int = 2) -> GemmConfig:
+    """The configuration without clusters that should be fastest, of those whose ring has three stages or more."""
+    deep = [tile for tile in tiles(m, swiglu=swiglu) if tile.stages(swiglu, result_bytes) >= _MIN_STAGES]
+    given = {"swiglu": swiglu, "num_sms": num_sms, "beside": beside, "result_bytes": result_bytes}
+    return min((c for tile in deep for c in cuts(tile)), key=lambda c: predicted_seconds(c, m, n, k, **given))
 
 
 def tiles(m: int, *, swiglu: bool) -> list[GemmConfig]:

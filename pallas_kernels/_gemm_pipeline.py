@@ -45,9 +45,10 @@ def multiply(
     config: GemmConfig,
     *,
     multicast: bool = False,  # the CTAs of a cluster multiply the same columns of B
+    result_bytes: int = 2,  # of one element of what `staging` holds blocks of
     staging: Any,  # pytree of shared memory and barriers for `write`
 ) -> None:
-    stages = config.stages(halves == 2)
+    stages = config.stages(halves == 2, result_bytes)
     barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",)) if multicast else plgpu.Barrier
     free = barrier(num_barriers=stages, num_arrivals=config.consumers)
     # wgmma wants one swizzle for both operands.

@@ -41,6 +41,18 @@ def schedule(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: Gem
     return table
 
 
+def schedules(m_tiles: int, n_tiles: int, k_steps: int, num_sms: int, config: GemmConfig) -> np.ndarray:
+    """[m_tiles + 1, num_sms, segments, 6]: number t is `schedule` of the first t rows of tiles alone.
+
+    There is a lot of it (0.4 MB for 2048 x 4096 x 2 x 14336), so numbers are int16 wherever all fit.
+    """
+    tables = [schedule(t, n_tiles, k_steps, num_sms, config) for t in range(m_tiles + 1)]
+    stacked = np.zeros((len(tables), num_sms, max(table.shape[1] for table in tables), 6), np.int32)
+    for t, table in enumerate(tables):
+        stacked[t, :, : table.shape[1]] = table
+    return stacked.astype(np.int16) if stacked.max() <= np.iinfo(np.int16).max else stacked
+
+
 def tile_order(m_tiles: int, n_tiles: int, group_m: int) -> list[tuple[int, int]]:
     """Columns of up to `group_m` tiles, side by side, there and back: tiles in flight share rows of A and columns of B."""
     order = []

@@ -12,10 +12,21 @@ TABLES = {"NVIDIA H200": "h200.json"}
 """Tuned tables by device kind."""
 # A configuration that timing has chosen somewhere is preferred to one by arithmetic unless that says so much more.
 _TRUSTED = 1.02
+_TUNED_RESULT_BYTES = 2  # what `TABLES` holds was timed with bfloat16 results
 
 
 @functools.cache
-def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_sms: int, beside: bool = False) -> GemmConfig:
+def gemm_config(
+    device_kind: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    swiglu: bool,
+    num_sms: int,
+    beside: bool = False,
+    result_bytes: int = _TUNED_RESULT_BYTES,
+) -> GemmConfig:
     """The configuration tuned for this shape and number of SMs; else the one that should be fastest by `_gemm_cost`.
 
     That is chosen among those tuned for other M of the shape and all without clusters: with other kernels on the remaining SMs,
@@ -24,11 +35,13 @@ def gemm_config(device_kind: str, m: int, n: int, k: int, *, swiglu: bool, num_s
 
     Args:
       beside: something else runs on the device's other SMs.
+      result_bytes: of one element of the result.
     """
-    tuned = {e["m"]: GemmConfig(**e["config"]) for e in _entries("gemm", device_kind, n, k, swiglu, num_sms)}
+    entries = _entries("gemm", device_kind, n, k, swiglu, num_sms) if result_bytes == _TUNED_RESULT_BYTES else []
+    tuned = {e["m"]: GemmConfig(**e["config"]) for e in entries}
     if m in tuned:
         return tuned[m]
-    given = {"m": m, "n": n, "k": k, "swiglu": swiglu, "num_sms": num_sms, "beside": beside}
+    given = {"m": m, "n": n, "k": k, "swiglu": swiglu, "num_sms": num_sms, "beside": beside, "result_bytes": result_bytes}
     seconds = functools.partial(_gemm_cost.predicted_seconds, **given)
     untuned = _gemm_cost.fastest(**given)
     best = min(tuned.values(), key=seconds, default=untuned)

@@ -1,9 +1,12 @@
-"""C = A B on exactly `num_sms` SMs of a Hopper GPU, bf16 in and out, float32 accumulation, with the epilogues models need.
+"""C = A B on exactly `num_sms` SMs of a Hopper GPU, bf16 in, float32 accumulation, with the epilogues models need.
 
 Who does what is a table made on the host by `schedule`: it cuts the work into equal shares, wave boundary or not (stream-K),
 and says whose partial sums a CTA must add. Where tiles are few, the CTAs of a cluster can share each along k instead. Sums are
 added in a fixed order, so results repeat bit for bit. SwiGLU keeps two accumulators, one for the gate's columns and one for the
 same columns of up, so weights need no interleaving.
+
+How many rows are in use may be known on the device only. Then there is a table for each number of rows of tiles, and CTAs take
+the one that leaves out what is padding.
 """
 
 import functools
@@ -17,12 +20,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels import _mosaic, _tuning
 from pallas_kernels._gemm_partials import cta_index, partials_shape, write_in_cluster, write_or_share
 from pallas_kernels._gemm_pipeline import BLOCK, Segment, activate, block, consumer_offset, multiply
-from pallas_kernels._gemm_schedule import K_STEPS, PARTIAL, schedule
+from pallas_kernels._gemm_schedule import K_STEPS, PARTIAL, schedule, schedules
 from pallas_kernels._tuning import GemmConfig
 
 _SLOTS = 2  # output blocks in flight per consumer
@@ -35,6 +38,8 @@ def gemm(
     bias: Float[Array, "*N"] | None = None,
     residual: Float[Array, "M N_out"] | None = None,
     swiglu: bool = False,
+    rows: Int[Array, ""] | None = None,
+    out_dtype: DTypeLike | None = None,
     num_sms: int,
     config: GemmConfig | None = None,
 ) -> Float[Array, "M N_out"]:
@@ -42,20 +47,31 @@ def gemm(
 
     Axes of b behind the first are kept without `swiglu`. `config` replaces the tuned or default tiling.
 
+    Args:
+      rows: rows of a in use, clipped to 0 .. M (None: M). Those of the result from there on are undefined; tiles of nothing
+        else are not computed. What a and the residual hold there has no influence on other rows.
+      out_dtype: bfloat16 (None) or float32.
+
     Raises:
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
-      ValueError: shapes that do not fit together, a dtype that is not bfloat16, K or N that is not a multiple of 16 (multiples
-        of 64 are much faster: shorter swizzled rows take more TMA requests), `num_sms` out of range, or a `config` with larger
-        clusters than there are SMs or steps along K.
+      ValueError: shapes that do not fit together, an operand that is not bfloat16 (int32 for `rows`), a result that is neither
+        bfloat16 nor, without a residual, float32, K or N that is not a multiple of 16 (multiples of 64 are much faster: shorter
+        swizzled rows take more TMA requests), `num_sms` out of range, or a `config` with larger clusters than there are SMs or
+        steps along K.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = check_operands(a, b, bias, residual, swiglu)
+    result = _result_dtype(out_dtype, residual)
+    if rows is not None and (rows.shape or rows.dtype != jnp.int32):
+        raise ValueError(f"gemm: rows is {rows.dtype}{rows.shape}, not an int32 scalar")
     m, k = a.shape
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
     if config is None:
         beside = num_sms < device.num_sms
-        config = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms, beside=beside)
+        config = _tuning.gemm_config(
+            device.kind, m, n, k, swiglu=swiglu, num_sms=num_sms, beside=beside, result_bytes=result.itemsize
+        )
     if config.cluster > min(num_sms, _mosaic.cdiv(k, config.tile_k)):
         raise ValueError(f"gemm: {config} has clusters larger than {num_sms=} or than the steps that K={k} has")
     out = _gemm(
@@ -63,6 +79,8 @@ def gemm(
         b,
         None if bias is None else bias.reshape(b.shape[1:]),
         None if residual is None else residual.reshape(m, n),
+        None if rows is None else rows.reshape(1),
+        out_dtype=result,
         config=config,
         num_sms=num_sms,
         interpreted=device.interpreted,
@@ -90,25 +108,48 @@ def check_operands(a: Array, b: Array, bias: Array | None, residual: Array | Non
     return out_shape
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_sms", "interpreted"), inline=True)
+def _result_dtype(out_dtype: DTypeLike | None, residual: Array | None) -> np.dtype:
+    found = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    if found not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"gemm: out_dtype is {found}, only bfloat16 and float32 are compiled")
+    if found == jnp.float32 and residual is not None:
+        raise ValueError("gemm: a residual is added to bfloat16 results only, not with out_dtype float32")
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "num_sms", "interpreted"), inline=True)
 def _gemm(
-    a: Array, b: Array, bias: Array | None, residual: Array | None, *, config: GemmConfig, num_sms: int, interpreted: bool
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    residual: Array | None,
+    rows: Array | None,  # int32 [1]
+    *,
+    out_dtype: np.dtype,
+    config: GemmConfig,
+    num_sms: int,
+    interpreted: bool,
 ) -> Array:
     m, k = a.shape
     halves, n = b.ndim - 1, b.shape[-1]
     in_cluster = config.cluster_along == "k"
     m_tiles, n_tiles = _mosaic.cdiv(m, config.segment_m), _mosaic.cdiv(n, config.tile_n)
-    table = schedule(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms // config.cluster, config)
+    tables = schedule if rows is None else schedules
+    table = tables(m_tiles, n_tiles, _mosaic.cdiv(k, config.tile_k), num_sms // config.cluster, config)
     # Nobody is launched for nothing. Clusters beyond those that fit on the device at once would even start after the others.
-    clusters = 1 + int(np.flatnonzero(table[:, 0, K_STEPS])[-1])
-    table = table[:clusters]
+    clusters = 1 + int(np.nonzero(table[..., 0, K_STEPS])[-1].max())
+    table = table[..., :clusters, :, :]
     cut = bool(table[..., PARTIAL].any())
     # TMA clips what reaches past the end of the result; the interpreter cannot, so there the result is whole tiles.
     stored = (m_tiles * config.segment_m, n_tiles * config.tile_n) if interpreted else (m, n)
-    inputs = [jnp.asarray(table), a, b, *(x for x in (bias, residual) if x is not None)]
+    inputs = [jnp.asarray(table), a, b, *(x for x in (rows, bias, residual) if x is not None)]
 
     def body(table_ref: Any, a_ref: Any, b_ref: Any, *refs: Any) -> None:
         *extra, out_ref, partials_ref = refs
+        if rows is not None:
+            # First of all, so that it arrives while the barriers are set up: no warpgroup can do anything without it.
+            used = jnp.clip(extra.pop(0)[0], 0, m)
+            table_ref = table_ref.at[lax.div(used + (config.segment_m - 1), config.segment_m)]
         bias_ref = None if bias is None else extra.pop(0)
         residual_ref = None if residual is None else extra.pop(0)
         write = functools.partial(write_blocks, bias_ref, residual_ref, out_ref, config)
@@ -116,15 +157,16 @@ def _gemm(
             share = write_in_cluster if in_cluster else write_or_share
             write = functools.partial(share, write, partials_ref, config, interpreted)
         walk = functools.partial(_walk, table_ref, config)
-        staging = epilogue_staging(config, a.dtype, halves, n, bias is not None, residual is not None)
+        staging = epilogue_staging(config, out_dtype, halves, n, bias is not None, residual is not None)
         # The interpreter has no multicast: there each CTA loads all of its tile.
         multicast = config.cluster > 1 and not in_cluster and not interpreted
-        multiply(walk, a_ref, b_ref, halves, write, config, multicast=multicast, staging=staging)
+        result_bytes = out_dtype.itemsize
+        multiply(walk, a_ref, b_ref, halves, write, config, multicast=multicast, result_bytes=result_bytes, staging=staging)
 
     out, _ = _mosaic.launch(
         body,
         (
-            jax.ShapeDtypeStruct(stored, a.dtype),
+            jax.ShapeDtypeStruct(stored, out_dtype),
             partials_shape(clusters * config.cluster if cut or in_cluster else 1, halves, config),
         ),
         name="gemm",
@@ -136,10 +178,10 @@ def _gemm(
     return out[:m, :n] if interpreted else out
 
 
-def epilogue_staging(config: GemmConfig, dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
+def epilogue_staging(config: GemmConfig, out_dtype: Any, halves: int, n: int, bias: bool, residual: bool) -> dict[str, Any]:
     return {
-        "blocks": _mosaic.swizzled_smem((config.consumers, _SLOTS, BLOCK, BLOCK), dtype, global_minor=n),
-        "bias": plgpu.SMEM((config.consumers, halves, config.wg_n), dtype) if bias else None,
+        "blocks": _mosaic.swizzled_smem((config.consumers, _SLOTS, BLOCK, BLOCK), out_dtype, global_minor=n),
+        "bias": plgpu.SMEM((config.consumers, halves, config.wg_n), jnp.bfloat16) if bias else None,
         "landed": plgpu.Barrier(num_barriers=config.consumers) if bias or residual else None,
         "exchanged": None
         if config.cluster_along == "m"
@@ -152,7 +194,7 @@ def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array
     cta = lax.axis_index("cta") if config.cluster > 1 else 0
 
     def read(index: Array) -> list[Array]:
-        return [table[cluster, index, field] for field in range(table.shape[-1])]
+        return [table[cluster, index, field].astype(jnp.int32) for field in range(table.shape[-1])]
 
     def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
         index, step, (m, n, k_begin, k_steps, *extra) = carry
@@ -204,7 +246,8 @@ def write_blocks(
         value = activate(blocks)
         m, n = pl.ds(top + i * BLOCK, BLOCK), pl.ds(left + j * BLOCK, BLOCK)
         smem = blocks_smem.at[index // writers % _SLOTS]
-        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+        # A tile may have an odd number of blocks. Its first one then follows one in the same slot, and that was long ago.
+        plgpu.wait_smem_to_gmem(0 if index < writers else _SLOTS - 1, wait_read_only=True)
         if residual is not None:
             plgpu.copy_gmem_to_smem(residual.at[m, n], smem, landed)
             plgpu.barrier_wait(landed)

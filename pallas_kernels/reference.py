@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 # Tokens of K and V that one loop iteration reads, and query tokens that share them in prefill.
 _KV_CHUNK = 128
@@ -26,11 +26,15 @@ def gemm(
     bias: Float[Array, "*N"] | None = None,
     residual: Float[Array, "M N_out"] | None = None,
     swiglu: bool = False,
+    rows: Int[Array, ""] | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N_out"]:
     """a b, then bias, then silu(gate) * up (`swiglu`: b is [K, 2, N]), then the residual; float32 until the result is stored.
 
-    Axes of b behind the first are kept without `swiglu`, so a projection onto heads comes out as [M, heads, head_dim].
+    Axes of b behind the first are kept without `swiglu`, so a projection onto heads comes out as [M, heads, head_dim]. Rows of
+    the result from `rows` on (None: M) are undefined: here they are computed like all others. `out_dtype` None is that of a.
     """
+    del rows
     out = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None]
@@ -38,7 +42,7 @@ def gemm(
         out = jax.nn.silu(out[:, 0]) * out[:, 1]
     if residual is not None:
         out = out + residual.astype(jnp.float32)
-    return out.astype(a.dtype)
+    return out.astype(a.dtype if out_dtype is None else out_dtype)
 
 
 def grouped_gemm(

@@ -9,52 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _tuning, gemm, reference
+from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _tuning, gemm
 from pallas_kernels._gemm_schedule import PARTIAL, schedule
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
 from pallas_kernels._tuning import GemmConfig
 from tests.kernels import aot
 from tests.kernels.interpret import interpreted
+from tests.kernels.products import CUT, assert_matches_reference, assert_right_on_device, operands, operands_on_device
 
-# Tiles are cut along K whenever the tiles do not fill a wave, into pieces as short as one step.
-_CUT = {"fixup_steps": 0, "min_steps": 1}
-_64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, **_CUT)
-_64X128 = GemmConfig(tile_m=64, tile_n=128, split="n", **_CUT)
-_128X128 = GemmConfig(tile_m=128, tile_n=128, **_CUT)
+_64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, **CUT)
+_64X128 = GemmConfig(tile_m=64, tile_n=128, split="n", **CUT)
+_128X128 = GemmConfig(tile_m=128, tile_n=128, **CUT)
 _64X192 = GemmConfig(tile_m=64, tile_n=192, tile_k=128, consumers=1, cluster=2)
 
 
-def _operands(
-    m: int, k: int, n: int, *, swiglu: bool = False, bias: bool = False, residual: bool = False, seed: int = 0
-) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
-    def normal(key: int, *shape: int, scale: float = 1.0) -> jax.Array:
-        x = jax.random.normal(jax.random.fold_in(jax.random.key(seed), key), shape, jnp.float32)
-        return (x * scale).astype(jnp.bfloat16)
-
-    columns = (2, n) if swiglu else (n,)
-    extra: dict[str, Any] = {"swiglu": swiglu}
-    if bias:
-        extra["bias"] = normal(2, *columns)
-    if residual:
-        extra["residual"] = normal(3, m, n)
-    return (normal(0, m, k), normal(1, k, *columns, scale=k**-0.5)), extra
-
-
-def _assert_matches_reference(out: Any, operands: tuple[jax.Array, jax.Array], extra: dict[str, Any]) -> None:
-    def widen(x: Any) -> Any:
-        return x.astype(jnp.float32) if isinstance(x, jax.Array) else x
-
-    with jax.default_matmul_precision("highest"):
-        want = jax.jit(functools.partial(reference.gemm, swiglu=extra["swiglu"]))(
-            *map(widen, operands), **{name: widen(x) for name, x in extra.items() if name != "swiglu"}
-        )
-    # The sums are float32 like the reference's; what differs is the rounding of the result, and that of silu's exp.
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want), rtol=2**-7, atol=2**-10)
-
-
-def _interpret(operands: Any, extra: Any, *, num_sms: int, config: GemmConfig, **mode: bool) -> np.ndarray:
+def _interpret(ab: Any, extra: Any, *, num_sms: int, config: GemmConfig, **mode: bool) -> np.ndarray:
     with interpreted(**mode):
-        return np.asarray(gemm(*operands, **extra, num_sms=num_sms, config=config).astype(jnp.float32))
+        return np.asarray(gemm(*ab, **extra, num_sms=num_sms, config=config).astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +38,9 @@ def _interpret(operands: Any, extra: Any, *, num_sms: int, config: GemmConfig, *
     ],
 )
 def test_interpreted_without_races(shape, extra, num_sms, config):
-    operands, kwargs = _operands(*shape, **extra)
-    out = _interpret(operands, kwargs, num_sms=num_sms, config=config)
-    _assert_matches_reference(out, operands, kwargs)
+    ab, kwargs = operands(*shape, **extra)
+    out = _interpret(ab, kwargs, num_sms=num_sms, config=config)
+    assert_matches_reference(out, ab, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +54,18 @@ def test_interpreted_without_races(shape, extra, num_sms, config):
     ],
 )
 def test_interpreted_cut_tiles(shape, extra, num_sms, config):
-    operands, kwargs = _operands(*shape, **extra)
-    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
-    _assert_matches_reference(out, operands, kwargs)
+    ab, kwargs = operands(*shape, **extra)
+    out = _interpret(ab, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    assert_matches_reference(out, ab, kwargs)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax's interpreter knows no clusters before 0.11")
 def test_interpreted_clusters():
     # Two clusters share three tiles of two CTAs' height; the last is half empty.
-    config = GemmConfig(tile_m=64, tile_n=64, consumers=1, cluster=2, **_CUT)
-    operands, kwargs = _operands(320, 128, 64)
-    out = _interpret(operands, kwargs, num_sms=4, config=config, zero_fill=True, detect_races=False)
-    _assert_matches_reference(out, operands, kwargs)
+    config = GemmConfig(tile_m=64, tile_n=64, consumers=1, cluster=2, **CUT)
+    ab, kwargs = operands(320, 128, 64)
+    out = _interpret(ab, kwargs, num_sms=4, config=config, zero_fill=True, detect_races=False)
+    assert_matches_reference(out, ab, kwargs)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax's interpreter knows no clusters before 0.11")
@@ -112,9 +83,9 @@ def test_interpreted_clusters():
 )
 def test_interpreted_clusters_along_k(shape, extra, num_sms, config):
     config = dataclasses.replace(config, cluster_along="k")
-    operands, kwargs = _operands(*shape, **extra)
-    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
-    _assert_matches_reference(out, operands, kwargs)
+    ab, kwargs = operands(*shape, **extra)
+    out = _interpret(ab, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    assert_matches_reference(out, ab, kwargs)
 
 
 @pytest.mark.slow
@@ -123,24 +94,24 @@ def test_interpreted_clusters_along_k(shape, extra, num_sms, config):
 def test_interpreted_random_shapes(seed, num_sms):
     rng = np.random.default_rng([seed, num_sms])
     m, k, n = (int(rng.integers(1, limit)) * 16 for limit in (20, 20, 16))
-    config = [_64X64, _64X128, _128X128, GemmConfig(tile_m=128, tile_n=192, shared_waves=0, **_CUT)][seed]
+    config = [_64X64, _64X128, _128X128, GemmConfig(tile_m=128, tile_n=192, shared_waves=0, **CUT)][seed]
     flags = {name: bool(rng.integers(2)) for name in ("swiglu", "bias", "residual")}
-    operands, kwargs = _operands(m, k, n, **flags, seed=seed)
-    out = _interpret(operands, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
-    _assert_matches_reference(out, operands, kwargs)
+    ab, kwargs = operands(m, k, n, **flags, seed=seed)
+    out = _interpret(ab, kwargs, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    assert_matches_reference(out, ab, kwargs)
 
 
 def test_keeps_axes_of_heads():
-    operands, kwargs = _operands(64, 64, 64)
-    heads = operands[1].reshape(64, 2, 4, 8)
+    ab, kwargs = operands(64, 64, 64)
+    heads = ab[1].reshape(64, 2, 4, 8)
     with interpreted():
-        out = gemm(operands[0], heads, num_sms=1, config=_64X64)
+        out = gemm(ab[0], heads, num_sms=1, config=_64X64)
     assert out.shape == (64, 2, 4, 8)
-    _assert_matches_reference(out.reshape(64, 64), operands, kwargs)
+    assert_matches_reference(out.reshape(64, 64), ab, kwargs)
 
 
 def test_refuses_by_name():
-    (a, b), _ = _operands(64, 64, 64)
+    (a, b), _ = operands(64, 64, 64)
     with pytest.raises(UnsupportedDeviceError, match=r"pallas_kernels\.reference\.gemm"):
         gemm(a, b, num_sms=1)
     with interpreted(detect_races=False):
@@ -274,41 +245,17 @@ _KINDS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "k", "n", "extra"), _REAL)
 def test_gpu_matches_reference_on_any_number_of_sms(m, k, n, extra):
-    operands, kwargs = _operands_on_device(m, k, n, **extra)
+    ab, kwargs = operands_on_device(m, k, n, **extra)
     for num_sms in (132, 100, 84, 1) if m <= 128 else (132, 100, 84):
-        _assert_right_on_device(operands, kwargs, num_sms=num_sms)
+        assert_right_on_device(ab, kwargs, num_sms=num_sms)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "k", "n", "extra", "config"), _KINDS)
 def test_gpu_every_kind_of_tile_matches_reference(m, k, n, extra, config):
-    operands, kwargs = _operands_on_device(m, k, n, **extra)
+    ab, kwargs = operands_on_device(m, k, n, **extra)
     for num_sms in (132, 8):
-        _assert_right_on_device(operands, kwargs, num_sms=num_sms, config=config)
-
-
-def _operands_on_device(m: int, k: int, n: int, **extra: Any) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
-    """As `_operands`, made by one program."""
-    operands, kwargs = jax.jit(functools.partial(_operands, m, k, n, **extra))()
-    return operands, kwargs | {"swiglu": bool(kwargs["swiglu"])}
-
-
-def _assert_right_on_device(
-    operands: tuple[jax.Array, jax.Array], extra: dict[str, Any], *, num_sms: int, config: GemmConfig | None = None
-) -> None:
-    """As `_assert_matches_reference`, by a product of bfloat16 with float32 sums that is not ours, compared where it is."""
-    swiglu, arrays = extra["swiglu"], {name: x for name, x in extra.items() if name != "swiglu"}
-
-    def worst(operands: Any, arrays: Any) -> jax.Array:
-        out = gemm(*operands, **arrays, swiglu=swiglu, num_sms=num_sms, config=config).astype(jnp.float32)
-        want = jnp.tensordot(*operands, 1, preferred_element_type=jnp.float32)
-        want += arrays["bias"].astype(jnp.float32)[None] if "bias" in arrays else 0.0
-        want = jax.nn.silu(want[:, 0]) * want[:, 1] if swiglu else want
-        want += arrays["residual"].astype(jnp.float32) if "residual" in arrays else 0.0
-        error = jnp.abs(out - want) / (2**-10 + 2**-7 * jnp.abs(want))
-        return jnp.where(jnp.isnan(error), jnp.inf, error).max()
-
-    assert float(jax.jit(worst)(operands, arrays)) <= 1
+        assert_right_on_device(ab, kwargs, num_sms=num_sms, config=config)
 
 
 @pytest.mark.gpu
@@ -322,14 +269,14 @@ def _assert_right_on_device(
     ],
 )
 def test_gpu_repeats_bit_for_bit(m, k, n, extra, num_sms, config):
-    operands, kwargs = _operands_on_device(m, k, n, **extra)
+    ab, kwargs = operands_on_device(m, k, n, **extra)
     run = jax.jit(functools.partial(gemm, swiglu=kwargs["swiglu"], num_sms=num_sms, config=config))
 
     @jax.jit
     def still_same(same: jax.Array, out: jax.Array, first: jax.Array) -> jax.Array:
         return same & jnp.array_equal(out.view(jnp.uint16), first.view(jnp.uint16))
 
-    first, same = run(*operands), jnp.asarray(True)
+    first, same = run(*ab), jnp.asarray(True)
     for _ in range(1000):
-        same = still_same(same, run(*operands), first)
+        same = still_same(same, run(*ab), first)
     assert bool(same)

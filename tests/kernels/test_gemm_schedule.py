@@ -5,34 +5,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels._gemm_cost import fastest, predicted_seconds
-from pallas_kernels._gemm_schedule import schedule
+from pallas_kernels._gemm_schedule import schedule, schedules
 from pallas_kernels._tuning import GemmConfig
 
-
-@settings(max_examples=200)
-@given(
-    m_tiles=st.integers(1, 9),
-    n_tiles=st.integers(1, 9),
-    k_steps=st.integers(1, 40),
-    num_sms=st.integers(1, 30),
+_sizes = st.fixed_dictionaries(
+    {
+        "m_tiles": st.integers(1, 9),
+        "n_tiles": st.integers(1, 9),
+        "k_steps": st.integers(1, 40),
+        "num_sms": st.integers(1, 30),
+    }
+)
+_configs = st.builds(
+    GemmConfig,
+    tile_m=st.just(64),
+    tile_n=st.just(64),
+    consumers=st.just(1),
     group_rows=st.sampled_from([64, 128, 256]),
+    stream_k=st.booleans(),
     shared_waves=st.integers(0, 2),
     fixup_steps=st.integers(-40, 40),
     min_steps=st.integers(1, 5),
 )
-def test_schedule_covers_every_step_once_and_adds_up(
-    m_tiles, n_tiles, k_steps, num_sms, group_rows, shared_waves, fixup_steps, min_steps
-):
-    config = GemmConfig(
-        tile_m=64,
-        tile_n=64,
-        consumers=1,
-        group_rows=group_rows,
-        shared_waves=shared_waves,
-        fixup_steps=fixup_steps,
-        min_steps=min_steps,
-    )
-    table = schedule(m_tiles, n_tiles, k_steps, num_sms, config)
+
+
+@settings(max_examples=200)
+@given(sizes=_sizes, config=_configs)
+def test_schedule_covers_every_step_once_and_adds_up(sizes, config):
+    _assert_covers(schedule(**sizes, config=config), sizes["m_tiles"], sizes["n_tiles"], sizes["k_steps"])
+
+
+@settings(max_examples=100)
+@given(sizes=_sizes, config=_configs)
+def test_every_number_of_rows_in_use_has_a_schedule_of_its_own(sizes, config):
+    tables = schedules(**sizes, config=config)
+    assert tables.shape[0] == sizes["m_tiles"] + 1
+    assert not tables[0].any()
+    for m_tiles, table in enumerate(tables):
+        _assert_covers(table, m_tiles, sizes["n_tiles"], sizes["k_steps"])
+    whole = schedule(**sizes, config=config)
+    np.testing.assert_array_equal(tables[-1, :, : whole.shape[1]], whole)
+    assert not tables[-1, :, whole.shape[1] :].any()
+
+
+def test_schedules_are_as_small_as_their_numbers_allow():
+    config = GemmConfig(tile_m=64, tile_n=64, consumers=1)
+    assert schedules(2, 3, 32767, 4, config).dtype == np.int16
+    long = schedules(2, 3, 32768, 4, config)
+    assert long.dtype == np.int32
+    _assert_covers(long[2], m_tiles=2, n_tiles=3, k_steps=32768)
+
+
+def _assert_covers(table: np.ndarray, m_tiles: int, n_tiles: int, k_steps: int) -> None:
+    """Every step of every tile once, none of another, and every partial sum added once, by a CTA behind those that left it."""
     done = np.zeros((m_tiles, n_tiles, k_steps), int)
     left: dict[int, tuple[int, int, int, int]] = {}  # what each CTA leaves behind: tile and steps
     owned = []
