@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 import pallas_kernels
 from pallas_kernels import reference
@@ -93,9 +93,15 @@ def _xla_gemm(
     bias: Float[Array, "*N"] | None = None,
     residual: Float[Array, "M N_out"] | None = None,
     swiglu: bool = False,
+    rows: Int[Array, ""] | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N_out"]:
-    """As `reference.gemm`, but stored in the operands' dtype before the epilogue: what cuBLAS does at full speed."""
-    out = lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+    """As `reference.gemm`, but stored in the result's dtype before the epilogue: what cuBLAS does at full speed.
+
+    It multiplies all rows: its sizes are static.
+    """
+    del rows
+    out = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=out_dtype)
     if bias is not None:
         out = out + bias[None]
     if swiglu:

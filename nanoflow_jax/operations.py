@@ -2,6 +2,11 @@
 
 Functions see one rank's share (they run under shard_map). An operation reads and writes named values; an executor decides for
 which tokens, in which order, beside what and with which kernels it runs.
+
+Values of padding are undefined, NaN and infinity included: kernels leave out what is behind the last token in use. Nothing of
+it reaches anybody, because every operation makes a token's value of that token's values alone, but for three: attention reads
+keys and values, of which padding has none (its slot is -1); experts take tokens in groups, and padding is in none; rows that
+are not in use have logits, which are not sampled.
 """
 
 import dataclasses
@@ -10,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
@@ -26,8 +31,9 @@ class StepInputs:
     T tokens of the range, B rows that may decode (token i of the range is row i, while it is under `num_decode`), S rows.
     """
 
+    used_tokens: jax.Array  # int32 scalar, tokens of the range up to the last that is no padding
     is_decode: jax.Array  # bool[T]
-    slots: jax.Array  # int32[T]
+    slots: jax.Array  # int32[T]; -1 for padding, which there may be between tokens, too
     cos: jax.Array  # float32[T, H / 2]
     sin: jax.Array  # float32[T, H / 2]
     decode_tables: jax.Array  # int32[B, pages]
@@ -71,9 +77,11 @@ def step_inputs(
     first = jnp.clip(batch.q_starts, start, stop)
     last = jnp.clip(batch.q_starts + batch.q_lens, start, stop)
     q_lens = jnp.where(decoding, 0, last - first)
+    slots = batch.slots[start:stop]
     return StepInputs(
+        used_tokens=_one_past_last(slots >= 0),
         is_decode=jnp.arange(start, stop, dtype=jnp.int32) < batch.num_decode,
-        slots=batch.slots[start:stop],
+        slots=slots,
         cos=jnp.cos(angles),
         sin=jnp.sin(angles),
         decode_tables=batch.block_tables[decode_rows],
@@ -86,6 +94,11 @@ def step_inputs(
     )
 
 
+def _one_past_last(used: Bool[Array, " n"]) -> Int[Array, ""]:
+    """How many entries there are up to the last that is true."""
+    return jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
+
+
 def embed(decoder: Decoder, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Rows of the embedding; each rank holds a slice of the vocabulary and contributes zeros for the rest."""
     table = decoder.embed[...]
@@ -94,14 +107,19 @@ def embed(decoder: Decoder, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
     return all_reduce(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
 
 
-def logits(config: ModelConfig, decoder: Decoder, x: Float[Array, "S D"]) -> Float[Array, "S V"]:
-    """float32 logits over the padded vocabulary; ids that pad it are -inf and can never be sampled."""
+def logits(
+    config: ModelConfig, decoder: Decoder, x: Float[Array, "S D"], in_use: Bool[Array, " S"], kernels: Kernels
+) -> Float[Array, "S V"]:
+    """float32 logits over the padded vocabulary; ids that pad it are -inf and can never be sampled.
+
+    Rows behind the last one that is `in_use` are undefined.
+    """
     h = rms_norm(config, decoder.final_norm[...], x)
-    if decoder.lm_head is None:
+    if decoder.lm_head is None:  # the embedding, which lies the other way round from what our kernels multiply
         contracting = (((1,), (1,)), ((), ()))
         local = jax.lax.dot_general(h, decoder.embed[...], contracting, preferred_element_type=jnp.float32)
     else:
-        local = jnp.matmul(h, decoder.lm_head[...], preferred_element_type=jnp.float32)
+        local = kernels.gemm(h, decoder.lm_head[...], rows=_one_past_last(in_use), out_dtype=jnp.float32)
     full = all_gather(local, axis=1)
     if full.shape[1] == config.vocab_size:
         return full
@@ -118,7 +136,7 @@ def rms_norm(config: ModelConfig, weight: Float[Array, " D"], x: Float[Array, "T
 def qkv_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T K G_plus_2 H"]:
     """Queries, key and value of each KV head, with the bias where the model has one."""
     bias = None if layer.qkv_bias is None else layer.qkv_bias[...]
-    return step.kernels.gemm(h, layer.qkv_proj[...], bias=bias)
+    return step.kernels.gemm(h, layer.qkv_proj[...], bias=bias, rows=step.used_tokens)
 
 
 def decode_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
@@ -144,7 +162,20 @@ def o_proj(
     step: StepInputs, layer: DecoderLayer, attended: Float[Array, "T K G H"], residual: Float[Array, "T D"] | None = None
 ) -> Float[Array, "T D"]:
     """This rank's part of the attention output projection: a partial sum, or, after an all-gather, its columns."""
-    return step.kernels.gemm(attended.reshape(attended.shape[0], -1), layer.o_proj[...], residual=residual)
+    flat = attended.reshape(attended.shape[0], -1)
+    return step.kernels.gemm(flat, layer.o_proj[...], residual=residual, rows=step.used_tokens)
+
+
+def gate_up_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T F"]:
+    """silu(gate) * up of this rank's columns."""
+    return step.kernels.gemm(h, layer.gate_up_proj[...], swiglu=True, rows=step.used_tokens)
+
+
+def down_proj(
+    step: StepInputs, layer: DecoderLayer, ffn: Float[Array, "T F"], residual: Float[Array, "T D"] | None = None
+) -> Float[Array, "T D"]:
+    """This rank's part of the feed-forward's output: a partial sum."""
+    return step.kernels.gemm(ffn, layer.down_proj[...], residual=residual, rows=step.used_tokens)
 
 
 def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
@@ -157,9 +188,12 @@ def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> 
 def experts(
     config: ModelConfig, step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"], chosen: Array, weights: Array
 ) -> Float[Array, "T D"]:
-    """This rank's part of the mixture: tokens sorted by expert, two grouped GEMMs, weighted sum back per token."""
+    """This rank's part of the mixture: tokens sorted by expert, two grouped GEMMs, weighted sum back per token.
+
+    Padding goes to no expert: it is sorted behind the last one's tokens, where nothing is multiplied.
+    """
     T, top = chosen.shape
-    flat = chosen.reshape(-1)
+    flat = jnp.where(step.slots[:, None] >= 0, chosen, config.num_experts).reshape(-1)
     order = jnp.argsort(flat)
     group_sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
     hidden = step.kernels.grouped_gemm(h[order // top], layer.experts_gate_up[...], group_sizes, swiglu=True)
@@ -203,11 +237,9 @@ OPERATIONS: dict[str, Operation] = {
     "o_all_gather": Operation(("o",), ("o",), lambda c, s, l, o: (all_gather(o, axis=1),)),
     "attention_residual": Operation(("x", "o"), ("x",), lambda c, s, l, x, o: (x + o,)),
     "ffn_norm": Operation(("x",), ("h",), lambda c, s, l, x: (rms_norm(c, l.ffn_norm[...], x),)),
-    "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (s.kernels.gemm(h, l.gate_up_proj[...], swiglu=True),)),
-    "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (s.kernels.gemm(f, l.down_proj[...]),)),
-    "down_proj_residual": Operation(
-        ("ffn", "x"), ("x",), lambda c, s, l, f, x: (s.kernels.gemm(f, l.down_proj[...], residual=x),)
-    ),
+    "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (gate_up_proj(s, l, h),)),
+    "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (down_proj(s, l, f),)),
+    "down_proj_residual": Operation(("ffn", "x"), ("x",), lambda c, s, l, f, x: (down_proj(s, l, f, residual=x),)),
     "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
     "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, s, l, h, e, w),)),
     "ffn_all_reduce": Operation(("down",), ("down",), lambda c, s, l, d: (all_reduce(d),)),

@@ -111,7 +111,8 @@ def run_gemm(
 ) -> dict[str, Array]:
     """What the GEMM's nano-operation writes; its kernel also computes the parts of attention, all of one layer.
 
-    All that the operations do beside the two kernels happens as without the fusion, in front or behind.
+    All that the operations do beside the two kernels happens as without the fusion, in front or behind. The kernel of both
+    multiplies all rows, those of padding too: its CTAs claim tiles from one line, which is made when it is compiled.
     """
     pair_kernel = kernels.gemm_with_decode_attention
     assert pair_kernel is not None
@@ -121,13 +122,14 @@ def run_gemm(
     q, block_tables, kv_lens = (_joined([rows[field] for _, rows in parts]) for field in (0, 3, 4))
     _, k_pages, v_pages, *_ = parts[0][1]
 
-    def multiply(a: Array, b: Array, **epilogue: Any) -> Array:
+    def multiply(a: Array, b: Array, *, rows: Array | None = None, **epilogue: Any) -> Array:
+        del rows
         operands = (a, b, q, k_pages, v_pages, block_tables, kv_lens)
         c, attended = pair_kernel(*operands, attention_sms=attention_sms, **epilogue)
         start = 0
-        for split, rows in parts:
-            split.take(attended[start : start + rows[0].shape[0]])
-            start += rows[0].shape[0]
+        for split, (queries, *_) in parts:
+            split.take(attended[start : start + queries.shape[0]])
+            start += queries.shape[0]
         return c
 
     return gemm(dataclasses.replace(kernels, gemm=multiply))

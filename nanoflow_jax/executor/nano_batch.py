@@ -104,7 +104,8 @@ def forward(
                 probe(placed.layer, f"{placed.nano.operation}[{tokens.start}:{tokens.stop}]", written)
         if new_kv is not None:
             behind += [awaited for kv in pipeline.newly_appended() for awaited in new_kv.take(kv)]
-    row_logits = logits(config, decoder, last_of_rows(batch, pipeline.x.read(0, plan.b_dense)))
+    last = last_of_rows(batch, pipeline.x.read(0, plan.b_dense))
+    row_logits = logits(config, decoder, last, batch.q_lens > 0, kernels_for(plan.num_sms))
     return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in _POOL))
 
 

@@ -31,6 +31,8 @@ def forward(
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """Logits of each row's last token, and the cache with this step's keys and values. Runs under shard_map.
 
+    Logits of rows that are not in use are undefined.
+
     Args:
       last_tokens: int32[max_sequences], the token sampled last for each sequence row.
       probe: called after each operation with (layer index, operation, values by name); for comparing executors.
@@ -52,7 +54,8 @@ def forward(
             if probe is not None:
                 probe(i, name, values)
         x, k_pages[i], v_pages[i] = values["x"], values["k_pages"], values["v_pages"]
-    return logits(config, decoder, last_of_rows(batch, x)), KVCache(k_pages, v_pages)
+    row_logits = logits(config, decoder, last_of_rows(batch, x), batch.q_lens > 0, kernels)
+    return row_logits, KVCache(k_pages, v_pages)
 
 
 def input_tokens(batch: Batch, last_tokens: Array) -> Array:
