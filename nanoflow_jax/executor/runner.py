@@ -102,13 +102,13 @@ def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:
     """Tokens of steps unless told otherwise, ascending, the last `b_dense`.
 
     On CPUs powers of two from 16. A GPU reads all weights in every step and multiplies 64 rows meanwhile, so less would cost as
-    much; from 128 tokens on time is in proportion to rows, padding included, and sizes grow by 128 or by a quarter.
+    much. Larger sizes lie half a power of two apart: GEMMs leave padding out, so that it costs what small operations do per
+    token and collectives send, and every size has to be compiled.
     """
 
     def following(size: int) -> int:
-        if not on_gpu or size < 128:
-            return 2 * size
-        return size + max(128, size // 4 // 128 * 128)
+        power = 1 << (size.bit_length() - 1)
+        return 2 * size if not on_gpu or size < 256 else size + power // 2
 
     sizes = []
     size = 64 if on_gpu else 16
