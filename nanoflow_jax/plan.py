@@ -20,6 +20,11 @@ import msgspec
 
 FORMAT_VERSION = 1
 TILE = 128
+ROWS_PER_WEIGHT_READ = 256
+"""Rows that a GEMM multiplies while it reads its weights, which it does whatever its rows: fewer take no less time.
+
+About the ratio of bf16 operations to bytes of HBM per second (206 on an H200), rounded up to whole tiles.
+"""
 Partition = Literal["none", "all_reduce", "all_gather"]
 TokenKind = Literal["all", "decode", "prefill"]
 Shares = Literal["ideal", "constant", "phased"]
@@ -271,6 +276,39 @@ def unroll(plan: PipelinePlan, num_layers: int) -> Iterator[tuple[int, int, Nano
                 yield window, window - nano.layer_offset, nano
 
 
+def period_of_batch_us(plan: PipelinePlan, decode_tokens: int, prefill_tokens: int) -> float:
+    """Predicted period of the plan for a batch that fills its places in part; `period_us` for one that fills them all.
+
+    The time of the busiest resource, in proportion. GEMMs leave out padding behind the last token of their nano-batch that is
+    in use, down to ROWS_PER_WEIGHT_READ; attention has no more to do than there are tokens; collectives send padding, too.
+
+    Raises:
+      ValueError: the batch does not fit.
+    """
+    if not (0 <= decode_tokens <= plan.decode_tokens and 0 <= prefill_tokens <= plan.b_dense - plan.decode_tokens):
+        places = f"{plan.decode_tokens} decoding and {plan.b_dense - plan.decode_tokens} prompt tokens"
+        raise ValueError(f"{decode_tokens=} and {prefill_tokens=} do not fit a plan for {places}")
+    full_us, part_us = dict.fromkeys(Resource, 0.0), dict.fromkeys(Resource, 0.0)
+    for nano in plan.nano_operations:
+        tokens = plan.batch_of(nano)
+        used = _used_tokens(plan, tokens, decode_tokens, prefill_tokens)
+        if nano.resource == Resource.NETWORK:
+            used = tokens.tokens
+        elif nano.operation not in ("decode_attention", "prefill_attention"):
+            used = max(used, min(tokens.tokens, ROWS_PER_WEIGHT_READ))
+        full_us[nano.resource] += nano.duration_us
+        part_us[nano.resource] += nano.duration_us * used / tokens.tokens
+    return plan.period_us * max(part_us.values()) / max(full_us.values())
+
+
+def _used_tokens(plan: PipelinePlan, tokens: NanoBatch, decode_tokens: int, prefill_tokens: int) -> int:
+    """Tokens of the range up to the last that is no padding."""
+    end = plan.decode_tokens + prefill_tokens
+    if not prefill_tokens or tokens.stop <= plan.decode_tokens or end <= tokens.start:
+        end = decode_tokens
+    return min(max(end - tokens.start, 0), tokens.tokens)
+
+
 class SequentialTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Predicted time of one layer executed operation after operation on the whole device."""
 
@@ -282,8 +320,8 @@ class SequentialTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class PlanSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Plans of one model on one machine for several batch mixes, and the sequential times they compete with.
 
-    `crossover_tokens` is the smallest batch for which a plan beats sequential execution in the search's prediction; below it
-    every step is sequential. It is None when no plan wins anywhere.
+    `crossover_tokens` is the smallest batch for which a plan beats sequential execution in the search's prediction; smaller
+    plans are not executed. It is None when no plan wins anywhere.
     """
 
     format_version: int = FORMAT_VERSION

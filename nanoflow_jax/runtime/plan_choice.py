@@ -10,24 +10,25 @@ import numpy as np
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
-from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime
+from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, period_of_batch_us
 from nanoflow_jax.plan_files import decode_plan, decode_plan_set
 
 
 def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tuple[int | None, int]:
     """The index of the plan that computes most tokens per second, and how many prompt tokens the step takes with it.
 
-    A plan has its own places for decoding and for prompt tokens, so it may take fewer prompt tokens than there are. None is
-    sequential execution, which takes all.
+    A plan has its own places for decoding and for prompt tokens, so it may take fewer prompt tokens than there are, and it is
+    priced for the places that the batch fills. None is sequential execution, which takes all.
     """
     tokens = decode_tokens + prefill_tokens
-    if plans.crossover_tokens is None or tokens < max(1, plans.crossover_tokens):
+    if plans.crossover_tokens is None or tokens == 0:
         return None, prefill_tokens
     best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens), None, prefill_tokens)
     for index, plan in enumerate(plans.plans):
         taken = min(prefill_tokens, plan.b_dense - plan.decode_tokens)
-        if decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0:
-            rate = (decode_tokens + taken) / plan.period_us
+        fits = decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0
+        if fits and plan.b_dense >= plans.crossover_tokens:
+            rate = (decode_tokens + taken) / period_of_batch_us(plan, decode_tokens, taken)
             best = max(best, (rate, index, taken), key=lambda choice: choice[0])
     return best[1], best[2]
 
@@ -75,8 +76,7 @@ def read_plans(path: Path) -> PlanSet:
         tp=plan.tp,
         plans=(plan,),
         sequential=(sequential,),
-        # One plan says nothing about smaller batches: half of its own is a guess. A plan set carries the search's answer.
-        crossover_tokens=plan.b_dense // 2,
+        crossover_tokens=plan.b_dense,
     )
 
 

@@ -1,17 +1,21 @@
 """The plan of a step: chosen by tokens per second, laid out as it wants, and without influence on any token."""
 
 import dataclasses
+import types
 
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
-from nanoflow_jax.plan import PlanSet, SequentialTime
+from nanoflow_jax.plan import NanoBatch, PipelinePlan, PlanSet, Resource, SequentialTime, period_of_batch_us
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import generate
-from nanoflow_jax.runtime.plan_choice import choose_plan, largest_b_dense
+from nanoflow_jax.runtime.plan_choice import choose_plan, largest_b_dense, shipped_plans
 from nanoflow_jax.runtime.request import SamplingParams
 from tests.executor.plans import random_plan
 from tests.model.steps import tiny_model
@@ -28,6 +32,17 @@ def plan_set(model: str, mixes: list[tuple[int, int, float]], sequential_us: flo
         plans.append(scaled(plan, period_us))
     times = (SequentialTime(b_dense=4096, decode_tokens=2048, layer_us=sequential_us),)
     return PlanSet(model=model, device="none", tp=1, plans=tuple(plans), sequential=times, crossover_tokens=crossover)
+
+
+def shipped_set() -> PlanSet:
+    """One plan for 1024 decoding and as many prompt tokens, by hand."""
+    plans = shipped_plans(preset("llama3-8b"), types.SimpleNamespace(device_kind="NVIDIA H200"), 1)
+    assert plans is not None
+    return plans
+
+
+def shipped() -> PipelinePlan:
+    return shipped_set().plans[0]
 
 
 def scaled(plan, period_us: float):
@@ -58,11 +73,86 @@ def test_the_highest_rate_wins(decode: int, prefill: int, expected: tuple[int | 
     assert choose_plan(plans, decode, prefill) == expected
 
 
-def test_small_batches_run_sequentially() -> None:
-    plans = plan_set("m", [(40, 16, 10.0)], sequential_us=4096.0, crossover=20)
-    assert choose_plan(plans, 9, 10) == (None, 10)
-    assert choose_plan(plans, 9, 11) == (0, 11)
-    assert choose_plan(plan_set("m", [(40, 16, 10.0)], sequential_us=4096.0, crossover=None), 16, 24) == (None, 24)
+def test_plans_below_the_crossover_are_not_executed() -> None:
+    for crossover, chosen in [(40, 0), (41, None), (None, None)]:
+        plans = plan_set("m", [(40, 16, 10.0)], sequential_us=4096.0, crossover=crossover)
+        assert choose_plan(plans, 16, 24) == (chosen, 24)
+        assert choose_plan(plans, 0, 0) == (None, 0)
+
+
+def large_plan(seed: int) -> PipelinePlan:
+    rng = np.random.default_rng(seed)
+    tp, partition = [(1, "none"), (4, "all_reduce"), (4, "all_gather")][seed % 3]
+    sizes = {"b_dense": 2048, "decode_tokens": int(rng.choice([0, 384, 1000, 2048])), "tile": 128}
+    return random_plan(rng, tp=tp, moe=bool(rng.integers(2)), partition=partition, model="m", **sizes)
+
+
+@given(seed=st.integers(0, 999), data=st.data())
+@settings(max_examples=60)
+def test_a_plan_is_priced_for_the_places_that_a_batch_fills(seed: int, data: st.DataObject) -> None:
+    plan = large_plan(seed)
+    decoding, prompt = plan.decode_tokens, plan.b_dense - plan.decode_tokens
+    assert period_of_batch_us(plan, decoding, prompt) == plan.period_us
+    few = data.draw(st.integers(0, decoding)), data.draw(st.integers(0, prompt))
+    more = data.draw(st.integers(few[0], decoding)), data.draw(st.integers(few[1], prompt))
+    assert period_of_batch_us(plan, *few) <= period_of_batch_us(plan, *more) <= plan.period_us
+    # Weights are read and collectives send in any case.
+    floors = dict.fromkeys(Resource, 0.0)
+    lanes = dict.fromkeys(Resource, 0.0)
+    for nano in plan.nano_operations:
+        tokens = plan.batch_of(nano).tokens
+        share = 0.0 if "attention" in nano.operation else min(tokens, 256) / tokens
+        floors[nano.resource] += nano.duration_us * (1.0 if nano.resource == Resource.NETWORK else share)
+        lanes[nano.resource] += nano.duration_us
+    floor = plan.period_us * max(floors.values()) / max(lanes.values())
+    assert period_of_batch_us(plan, *few) >= floor * (1 - 1e-12)
+    for beyond in ((decoding + 1, 0), (0, prompt + 1), (-1, 0)):
+        with pytest.raises(ValueError, match="do not fit a plan"):
+            period_of_batch_us(plan, *beyond)
+
+
+def test_what_a_range_multiplies_ends_with_its_last_token() -> None:
+    """Behind decoding tokens there is a gap before the prompts at 1024; a nano-batch that spans it multiplies it, too."""
+    plan = shipped()
+    whole = (NanoBatch(start=0, stop=2048),)
+    for operation, batches, decode_tokens, prompt_tokens, rows in [
+        ("o_proj", whole, 500, 0, 500),
+        ("o_proj", whole, 500, 1, 1025),
+        ("o_proj", whole, 10, 0, 256),
+        ("o_proj", (NanoBatch(start=0, stop=1152), NanoBatch(start=1152, stop=2048)), 500, 64, 1088 + 256),
+        ("decode_attention", (NanoBatch(start=0, stop=1024),), 500, 1000, 1000),
+        ("prefill_attention", (NanoBatch(start=1024, stop=2048),), 500, 100, 200),
+    ]:
+        node = next(n for n in plan.nano_operations if n.operation == operation)
+        nano = tuple(
+            msgspec.structs.replace(node, nano_batch=i, duration_us=float(tokens.tokens)) for i, tokens in enumerate(batches)
+        )
+        alone = msgspec.structs.replace(
+            plan, nano_operations=nano, nano_batches=plan.nano_batches | {operation: batches}, period_us=2048.0
+        )
+        assert period_of_batch_us(alone, decode_tokens, prompt_tokens) == pytest.approx(rows), (operation, rows)
+
+
+@given(st.integers(0, 1200), st.integers(0, 2048))
+def test_no_plan_is_chosen_that_is_predicted_to_be_slower(decode_tokens: int, prefill_tokens: int) -> None:
+    plans = shipped_set()
+    index, taken = choose_plan(plans, decode_tokens, prefill_tokens)
+    if index is None:
+        assert taken == prefill_tokens
+        return
+    per_token = plans.sequential[0].layer_us / plans.sequential[0].b_dense
+    period_us = period_of_batch_us(plans.plans[index], decode_tokens, taken)
+    assert period_us < per_token * (decode_tokens + taken)
+
+
+@pytest.mark.parametrize(("decode_tokens", "prefill_tokens"), [(1024, 1024), (980, 1068), (1024, 980), (980, 980), (950, 1024)])
+def test_a_batch_a_little_off_the_mix_takes_its_plan(decode_tokens: int, prefill_tokens: int) -> None:
+    assert choose_plan(shipped_set(), decode_tokens, prefill_tokens) == (0, min(prefill_tokens, 1024))
+
+
+def test_a_batch_far_off_the_mix_does_not() -> None:
+    assert choose_plan(shipped_set(), 1024, 0) == (None, 0)
+    assert choose_plan(shipped_set(), 30, 1000) == (None, 1000)
 
 
 def test_prompt_tokens_are_cheaper_than_decoding_ones() -> None:
