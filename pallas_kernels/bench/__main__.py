@@ -1,6 +1,7 @@
 """Times the kernels on the GPU at hand, beside what XLA offers for the same work.
 
     python -m pallas_kernels.bench [kernel ...] [--num-sms 132,100,48] [--rows 512,2048] [--names 8b] [--sustained]
+    python -m pallas_kernels.bench gemm --rows-in-use 0.5,0.75,1 [--rows 512,2048] [--names 8b,logits]
     python -m pallas_kernels.bench beside [--attention-sms 32,24] [--rows 512,1024] [--names 8b]
 
 Inputs are random normal and rotate through more memory than the L2 cache holds. The table is for people; the last line of
@@ -39,11 +40,19 @@ def integers(text: str) -> list[int]:
     return [int(field) for field in text.split(",")]
 
 
+def fractions(text: str) -> list[float]:
+    found = [float(field) for field in text.split(",")]
+    if not all(0 < f <= 1 for f in found):
+        raise argparse.ArgumentTypeError(f"{text} are not all between 0 and 1")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; without this all that need one GPU")
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
+    parser.add_argument("--rows-in-use", type=fractions, default=(), help="gemm: parts of the rows, comma-separated")
     parser.add_argument("--names", default="", help="only cases whose name contains one of these, comma-separated")
     parser.add_argument("--attention-sms", type=integers, default=(), help="beside: SMs of attention, comma-separated; 32")
     parser.add_argument("--workers", type=int, default=12, help="GEMMs: processes that compile")
@@ -80,6 +89,8 @@ def _benchmark(kernel: str, num_sms: Sequence[int], options: argparse.Namespace)
     wanted = {"names": options.names, "sustained": options.sustained}
     if kernel.endswith("gemm"):
         wanted |= {"rows": options.rows, "workers": options.workers}
+    if kernel == "gemm":
+        wanted |= {"rows_in_use": options.rows_in_use}
     if kernel == "beside":
         wanted |= {"rows": options.rows, "attention_sms": options.attention_sms}
     return benchmark(kernel, num_sms, **wanted)
