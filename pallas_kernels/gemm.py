@@ -62,8 +62,8 @@ def gemm(
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = check_operands(a, b, bias, residual, swiglu)
     result = _result_dtype(out_dtype, residual)
-    if rows is not None and (rows.shape or rows.dtype != jnp.int32):
-        raise ValueError(f"gemm: rows is {rows.dtype}{rows.shape}, not an int32 scalar")
+    if rows is not None and (jnp.shape(rows) or jnp.result_type(rows) != jnp.int32):
+        raise ValueError(f"gemm: rows is {jnp.result_type(rows)}{jnp.shape(rows)}, not an int32 scalar")
     m, k = a.shape
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
@@ -79,7 +79,7 @@ def gemm(
         b,
         None if bias is None else bias.reshape(b.shape[1:]),
         None if residual is None else residual.reshape(m, n),
-        None if rows is None else rows.reshape(1),
+        None if rows is None else jnp.reshape(rows, 1),
         out_dtype=result,
         config=config,
         num_sms=num_sms,
@@ -147,7 +147,7 @@ def _gemm(
     def body(table_ref: Any, a_ref: Any, b_ref: Any, *refs: Any) -> None:
         *extra, out_ref, partials_ref = refs
         if rows is not None:
-            # First of all, so that it arrives while the barriers are set up: no warpgroup can do anything without it.
+            # First of all, on the way while warpgroups part: none can do anything without it.
             used = jnp.clip(extra.pop(0)[0], 0, m)
             table_ref = table_ref.at[lax.div(used + (config.segment_m - 1), config.segment_m)]
         bias_ref = None if bias is None else extra.pop(0)

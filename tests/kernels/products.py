@@ -1,6 +1,7 @@
 """Operands of products, and what their results must be close to."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,17 +58,18 @@ def assert_right_on_device(
     ab: Operands,
     extra: dict[str, Any],
     *,
-    rows: int | None = None,
+    rows: Sequence[int | None] = (None,),
     out_dtype: Any = jnp.bfloat16,
     num_sms: int,
     config: GemmConfig | None = None,
 ) -> None:
     """As `assert_matches_reference`, by a product of bfloat16 with float32 sums that is not ours, compared where it is.
 
-    With `rows` in use, what a and the residual hold from there on becomes NaN, for `gemm` alone.
+    With each number of `rows` in use, what a and the residual hold from there on becomes NaN, for `gemm` alone.
     """
     swiglu, arrays = extra["swiglu"], {name: x for name, x in extra.items() if name != "swiglu"}
 
+    @jax.jit
     def worst(ab: Any, arrays: Any, rows: Any) -> jax.Array:
         ours, given = ab, arrays
         in_use = jnp.ones((ab[0].shape[0], 1), bool)
@@ -84,4 +86,5 @@ def assert_right_on_device(
         error = jnp.abs(out.astype(jnp.float32) - want) / (2**-10 + 2**-7 * jnp.abs(want))
         return jnp.where(in_use, jnp.where(jnp.isnan(error), jnp.inf, error), 0.0).max()
 
-    assert float(jax.jit(worst)(ab, arrays, None if rows is None else jnp.int32(rows))) <= 1
+    for number in rows:
+        assert float(worst(ab, arrays, None if number is None else jnp.int32(number))) <= 1, number

@@ -118,9 +118,10 @@ def test_tiles_of_nothing_but_padding_are_not_computed(num_sms, rows):
     assert np.isnan(out[computed:]).all(), "the interpreter's memory starts as NaN"
 
 
-def test_all_rows_in_use_are_the_bits_of_a_gemm_without():
+@pytest.mark.parametrize("num_sms", [1, pytest.param(2, marks=_SLOW_ONCE), pytest.param(3, marks=_SLOW_ONCE)])
+def test_all_rows_in_use_are_the_bits_of_a_gemm_without(num_sms):
     ab, extra = operands(192, 192, 64, bias=True)
-    run = functools.partial(_run, ab, extra, num_sms=2, config=_64X64, detect_races=False)
+    run = functools.partial(_run, ab, extra, num_sms=num_sms, config=_64X64, detect_races=False)
     np.testing.assert_array_equal(run(192), run(None))
 
 
@@ -156,7 +157,7 @@ def test_reference_takes_rows_and_dtype():
 def test_refuses_by_name():
     (a, b), _ = operands(64, 64, 64)
     with interpreted(detect_races=False):
-        with pytest.raises(ValueError, match=r"rows is int32\[1\]|rows is int32\(1,\)"):
+        with pytest.raises(ValueError, match=r"rows is int32\(1,\)"):
             gemm(a, b, rows=jnp.ones(1, jnp.int32), num_sms=1)
         with pytest.raises(ValueError, match="rows is float32"):
             gemm(a, b, rows=jnp.float32(3), num_sms=1)
@@ -231,10 +232,9 @@ def test_gpu_rows_in_use_match_reference(name):
     m, k, n, flags, config = _REAL[name]
     added = {key: x for key, x in flags.items() if key != "out_dtype"}
     ab, extra = operands_on_device(m, k, n, **added)
+    given = {"rows": (0, 1, m // 2 - 1, m // 2, m * 7 // 8 + 1, m), "out_dtype": flags.get("out_dtype", jnp.bfloat16)}
     for num_sms in (132, 100):
-        for rows in (0, 1, m // 2 - 1, m // 2, m * 7 // 8 + 1, m):
-            out_dtype = flags.get("out_dtype", jnp.bfloat16)
-            assert_right_on_device(ab, extra, rows=rows, out_dtype=out_dtype, num_sms=num_sms, config=config)
+        assert_right_on_device(ab, extra, **given, num_sms=num_sms, config=config)
 
 
 @pytest.mark.gpu
@@ -244,13 +244,11 @@ def test_gpu_rows_in_use_repeat_bit_for_bit(name):
     ab, extra = operands_on_device(m, k, n, **flags)
 
     @jax.jit
-    def differences(ab: Any, extra: Any, rows: jax.Array, first: jax.Array) -> jax.Array:
-        out = gemm(*ab, **extra, swiglu=flags.get("swiglu", False), rows=rows, num_sms=132, config=config)
-        return jnp.where(jnp.arange(m)[:, None] < rows, out, 0), jnp.sum(out != first)
+    def run(ab: Any, arrays: Any, rows: jax.Array) -> jax.Array:
+        out = gemm(*ab, **arrays, swiglu=extra["swiglu"], rows=rows, num_sms=132, config=config)
+        return jnp.where(jnp.arange(m)[:, None] < rows, out.view(jnp.uint16), 0)
 
     arrays = {key: x for key, x in extra.items() if key != "swiglu"}
-    for rows in (m // 2 + 1, m - 100):
-        first, _ = differences(ab, arrays, jnp.int32(rows), ab[0][:1, :1])
-        for _ in range(100):
-            again, _ = differences(ab, arrays, jnp.int32(rows), first)
-            assert jnp.array_equal(again.view(jnp.uint16), first.view(jnp.uint16))
+    for rows in map(jnp.int32, (m // 2 + 1, m - 100)):
+        first = run(ab, arrays, rows)
+        assert all(jnp.array_equal(run(ab, arrays, rows), first) for _ in range(100))
