@@ -2,11 +2,13 @@
 
     python -m pallas_kernels.tune [gemm] [grouped_gemm] [--num-sms 132,108] [--rows 512,2048] [--names 8b] [--steady]
         [--time-limit 200] [--out PATH]
+    python -m pallas_kernels.tune beside [--attention-sms 32] [--rows 512,1024] [--names 8b] [--out PATH]
 
 Every projection and number of rows of the benchmark is tried in the handful of configurations that should be fastest, cuBLAS
 or `ragged_dot` beside them; a configuration whose result differs from theirs is out. Turns of 10 ms are too short for a power
-limit to tell configurations apart; with `--steady` each runs for 0.15 s by itself, and what takes less energy wins. Entries are
-merged with those already in the table, each as soon as it is found; without `--out` the table is the package's own.
+limit to tell configurations apart; with `--steady` each runs for 0.15 s by itself, and what takes less energy wins. `beside`
+times GEMMs that leave SMs to decode attention while it runs there (`bench.beside`), and keeps what the pair gains most with.
+Entries are merged with those already in the table, each as soon as it is found; without `--out` the table is the package's own.
 """
 
 import argparse
@@ -16,19 +18,20 @@ import itertools
 import json
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pallas_kernels import _gemm_cost, _mosaic, _tuning
 from pallas_kernels._gemm_schedule import schedule
 from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.bench import beside, timing
 from pallas_kernels.bench import gemm as cases
-from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import integers
 
 # Candidates of a shape that are timed: so many at most, and of those that should take longer than so many times the best only
 # what makes up a smaller number.
 _KEPT, _WITHIN, _AT_LEAST = 8, 1.15, 5
+_SHAPE = ("m", "n", "k", "swiglu")
 # Clusters of so many CTAs that fit on an H200 at once. Measured: 40 clusters of three and 32 of four take a second round.
 _CLUSTERS = {2: 66, 3: 32, 4: 28}
 # One consumer multiplies more columns with each load of its 64 rows than the two of `_gemm_cost.tiles` do. Nobody has timed
@@ -124,6 +127,23 @@ def best_entry(job: cases.Job, seconds: dict[str, Any]) -> dict[str, Any] | None
     }
 
 
+def entries_beside(rows: Iterable[timing.Row]) -> Iterator[dict[str, Any]]:
+    """The table's entries from `bench.beside`'s rows: of those of one shape, which come together, the one that gains most."""
+    for _, same in itertools.groupby(rows, lambda row: [row.figures[name] for name in (*_SHAPE, "gemm_sms", "attention_sms")]):
+        yield _entry_beside(max(same, key=lambda row: row.speedup))
+
+
+def _entry_beside(row: timing.Row) -> dict[str, Any]:
+    found = row.figures
+    return {
+        **{name: found[name] for name in _SHAPE},
+        "num_sms": found["gemm_sms"],
+        "config": found["config"],
+        "us": round(found["gemm_us"], 2),
+        "gain_beside": {str(found["attention_sms"]): round(row.speedup, 3)},
+    }
+
+
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """New entries replace old ones of the same shape and number of SMs; in order of shape."""
 
@@ -136,18 +156,19 @@ def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kernels", nargs="*", help="gemm, grouped_gemm; both without this")
+    parser.add_argument("kernels", nargs="*", help="gemm, grouped_gemm, beside; the first two without this")
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=())
     parser.add_argument("--names", default="", help="only projections whose name contains one of these, comma-separated")
+    parser.add_argument("--attention-sms", type=integers, default=(), help="beside: SMs of attention, comma-separated; 32")
     parser.add_argument("--steady", action="store_true", help="time what a power limit leaves, for large products")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which nothing new is begun")
     parser.add_argument("--out", type=pathlib.Path, help="table to extend; the package's own without this")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.kernels) - set(cases.ROWS))
+    unknown = sorted(set(options.kernels) - {*cases.ROWS, "beside"})
     if unknown:
-        parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(cases.ROWS)}")
+        parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(cases.ROWS)}, beside")
     try:
         device = _mosaic.require_hopper("gemm", 1)
     except _mosaic.UnsupportedDeviceError as error:
@@ -158,6 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + options.time_limit
     for kernel in options.kernels or cases.ROWS:
         sms = options.num_sms or [device.num_sms]
+        if kernel == "beside":
+            given = {"rows": options.rows, "names": options.names, "attention_sms": options.attention_sms}
+            for entry in entries_beside(beside.benchmark(kernel, sms, **given)):
+                print(json.dumps(entry), flush=True)
+                _save(out, "gemm", entry)
+            continue
         found = jobs(kernel, sms, options.rows, options.names, all_sms=device.num_sms, steady=options.steady)
         # Measuring a shape takes a fraction of the time of compiling its variants.
         compile_seconds = 0.7 * (end - time.monotonic())

@@ -282,6 +282,10 @@ def _row(
         sustained=held,
         note=f"{case.calls} of {alone_us:.1f} us alone, {best} rows",
         figures={
+            "m": case.m,
+            "n": p.n,
+            "k": p.k,
+            "swiglu": p.swiglu,
             "config": dataclasses.asdict(config),
             "gemm_sms": case.gemm_sms,
             "attention_sms": case.attention_sms,
