@@ -7,11 +7,11 @@ The engine and its batcher run the whole load as always, over a device that take
 afterwards, so scheduling is real and only durations are predicted:
 
     sequential step  L x layer_us + rest_us
-    planned step     (L + the plan's largest layer offset, for the pipeline fills) x the plan's period + rest_us
+    planned step     (L + the plan's largest layer offset, for the pipeline fills) x period + rest_us, where the period is the
+                     plan's for the places that the batch fills (`plan.period_of_batch_us`)
 
 with layer_us and rest_us as `python -m search.step_times` prices them, and no step faster than the power cap allows for the
-tokens that it computes. The host is taken to be never late. A plan's period is that of the mix it was made for, whatever the
-step's own contexts are.
+tokens that it computes. The host is taken to be never late, and contexts do not change a plan's period.
 
 The tables are for people; the last line of standard output is one JSON object.
 """
@@ -35,7 +35,7 @@ from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.executor.runner import RunnerConfig, step_sizes
 from nanoflow_jax.kv_cache import DUMMY_PAGE, page_bytes, pages_that_fit, step_bytes
 from nanoflow_jax.parallel import parallel_layout
-from nanoflow_jax.plan import TILE, PlanSet
+from nanoflow_jax.plan import TILE, PlanSet, period_of_batch_us
 from nanoflow_jax.runtime.bench import NullRunner
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.plan_choice import read_plans
@@ -270,7 +270,8 @@ def step_us(num_layers: int, plans: PlanSet | None, steps: Sequence[LaunchedStep
         if step.plan is None or plans is None:
             return num_layers * layer_us
         plan = plans.plans[step.plan]
-        return (num_layers + plan.max_layer_offset) * plan.period_us
+        period_us = period_of_batch_us(plan, step.decode_tokens, step.prefill_tokens)
+        return (num_layers + plan.max_layer_offset) * period_us
 
     return [
         max(layers_us(step, layer_us) + rest_us, floor_us)
