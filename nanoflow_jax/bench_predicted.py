@@ -370,12 +370,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hardware", required=True, help="a device of the hardware table, such as h200")
     parser.add_argument("--profile", default="analytic", help="'analytic' (default) or a profile file of python -m search")
     parser.add_argument("--plans", type=Path, help="a plan or plan set of python -m search")
-    parser.add_argument(
-        "--kernels",
-        default="mosaic",
-        choices=("mosaic", "cublas"),
-        help="mosaic's GEMMs leave padding out, cublas's multiply it; times are the profile's (default %(default)s)",
-    )
+    kernels = ("mosaic", "cublas")
+    parser.add_argument("--kernels", choices=kernels, default="mosaic", help="mosaic leaves padding out, cublas multiplies it")
     parser.add_argument("--input", type=int, default=512, metavar="N", help="tokens per prompt (default %(default)s)")
     parser.add_argument("--output", type=int, default=512, metavar="N", help="tokens per output (default %(default)s)")
     parser.add_argument("--requests", type=int, default=256, metavar="K", help="(default %(default)s)")
@@ -386,12 +382,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-sequences", type=int, help="requests running at once (default: as bench chooses on a GPU)")
     parser.add_argument("--page-size", type=int, help="tokens per KV page (default: as bench chooses on a GPU)")
     parser.add_argument("--num-pages", type=int, help="size of the KV pool, dummy page included (default: what fits)")
-    parser.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=RunnerConfig.memory_fraction,
-        help="share of what weights leave for the pool and what steps need beside it (default %(default)s)",
-    )
+    fraction = RunnerConfig.memory_fraction
+    parser.add_argument("--memory-fraction", type=float, default=fraction, help="as RunnerConfig has it (default %(default)s)")
     parser.add_argument("--device-memory-gb", type=float, help="10^9 bytes of a device (default: the hardware table's)")
     args = parser.parse_args(argv)
     for name in ("input", "output", "requests", "num_pages", "device_memory_gb"):
