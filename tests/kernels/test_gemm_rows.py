@@ -104,8 +104,8 @@ def test_rows_in_use_of_random_shapes(seed, num_sms):
     m, k, n = (int(rng.integers(1, limit)) * 16 for limit in (20, 20, 16))
     config = [_64X64, _64X128, _128X128, GemmConfig(tile_m=128, tile_n=192, shared_waves=0, **CUT)][seed]
     flags = {name: bool(rng.integers(2)) for name in ("swiglu", "bias", "residual")}
-    for rows in {0, m, *rng.integers(0, m, 3).tolist()}:
-        _assert_rows_right((m, k, n), flags, rows, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
+    rows = int(rng.integers(m))
+    _assert_rows_right((m, k, n), flags, rows, num_sms=num_sms, config=config, zero_fill=True, detect_races=False)
 
 
 @_rows(64, -5, 0, 1, 65, 128, 192, 1000)
