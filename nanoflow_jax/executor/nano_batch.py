@@ -5,7 +5,8 @@ four ways, which a comparison needs side by side:
 
 - `NANO`: one after another, a barrier between each two: the split alone.
 - `XLA`: in no order but the data's; what overlaps is the compiler's choice.
-- `STREAMS`: in phases between barriers (`executor.phases`), in which each resource has a stream of its own.
+- `STREAMS`: in phases between barriers (`executor.phases`), in which each resource has a stream of its own. What follows on one
+  stream is one region of it, as far as it has one result.
 - `FUSED`: in the same phases; where one has a GEMM beside decode attention, the two are one kernel (`executor.fused`).
 """
 
@@ -39,6 +40,7 @@ _POOL = ("k_pages", "v_pages")
 _RENAMED = {"decoded": "attended", "prefilled": "attended"}
 
 Values = dict[str, Array]
+Parts = tuple[tuple[str, ...], tuple[str, ...]]
 KernelsFor = Callable[[int], Kernels]
 Annotate = Callable[[Resource, Callable], Callable]
 
@@ -92,11 +94,12 @@ def forward(
     for phase in phases:
         if mode is not Mode.XLA:
             pipeline.hold_back(phase, behind)
-        results = pipeline.run(phase, annotate, fused.beside(phase) if mode is Mode.FUSED else {})
+        regions = pipeline.regions(phase) if mode is Mode.STREAMS and probe is None else [[i] for i in range(len(phase))]
+        results = pipeline.run(phase, annotate, fused.beside(phase) if mode is Mode.FUSED else {}, regions)
         if mode is not Mode.XLA:
             results = lax.optimization_barrier(results)
         behind = [array for values in results for array in values.values()]
-        pipeline.note_pool_readers(phase, results)
+        pipeline.note_pool_readers(phase, results, regions)
         for placed, values in zip(phase, results, strict=True):
             written = pipeline.finish(placed, values)
             if probe is not None:
@@ -121,16 +124,7 @@ class _Layer:
 
     def write(self, tokens: NanoBatch, results: Values) -> None:
         for name, array in results.items():
-            self.values.setdefault(_RENAMED.get(name, name), Segments()).write(tokens.start, tokens.stop, array)
-
-    def external_reads(self, names: Sequence[str]) -> list[str]:
-        """Values that operations `names` need from outside, the pool apart."""
-        inside: set[str] = set()
-        wanted = []
-        for name in names:
-            wanted += [r for r in OPERATIONS[name].reads if r not in inside and r not in _POOL and r not in wanted]
-            inside |= set(OPERATIONS[name].writes)
-        return wanted
+            self.values.setdefault(_known_as(name), Segments()).write(tokens.start, tokens.stop, array)
 
 
 class _Pipeline:
@@ -163,7 +157,8 @@ class _Pipeline:
         self._runs = {node.name: _split_at_pool_write(node.runs) for node in nodes}
         # Of what a node's asynchronous part writes, only what others read leaves it. This is one value per node, and has to
         # be: XLA breaks up a region with several results and then waits for it at once.
-        self._kept = {node.name: _read_elsewhere(node.name, self._runs) for node in nodes}
+        self._readers = _readers(self._runs)
+        self._kept = {node.name: _needed_outside(node.name, self._runs, self._readers) for node in nodes}
 
     def hold_back(self, phase: Phase, behind: Sequence[Array]) -> None:
         """Makes everything that `phase` reads from outside ready together, and not before `behind` exists."""
@@ -171,7 +166,7 @@ class _Pipeline:
         for placed in phase:
             tokens = self._plan.batch_of(placed.nano)
             layer = self.layers[placed.layer]
-            for name in layer.external_reads(self._runs[placed.nano.operation][0]):
+            for name in _external_reads(self._runs[placed.nano.operation][0]):
                 if name in layer.values and layer.values[name].covers(tokens.start, tokens.stop):
                     key = (placed.layer, name, tokens.start, tokens.stop)
                     reads[key] = layer.values[name].read(tokens.start, tokens.stop)
@@ -179,10 +174,46 @@ class _Pipeline:
         for (layer, name, start, stop), array in held.items():
             self.layers[layer].values[name].write(start, stop, array)
 
-    def run(self, phase: Phase, annotate: Annotate, parts: Mapping[int, Sequence[fused.Part]]) -> list[Values]:
+    def regions(self, phase: Phase) -> list[list[int]]:
+        """The phase's members in groups, by their indices: those that follow each other on one stream and can be one region.
+
+        Between regions XLA has a stream wait for the main stream and that for the stream, which takes microseconds.
+        """
+        found = []
+        for resource in Resource:
+            chain = [index for index, placed in enumerate(phase) if placed.nano.resource is resource]
+            while chain:
+                longest = next(n for n in range(len(chain), 0, -1) if self._is_one_region([phase[i] for i in chain[:n]]))
+                found.append(chain[:longest])
+                chain = chain[longest:]
+        return sorted(found, key=lambda region: region[-1])
+
+    def _is_one_region(self, members: Sequence[Placed]) -> bool:
+        """Whether only what the last member writes is needed outside, for one result is all that may leave a region."""
+        *inner, last = members
+        names = {placed.nano.operation for placed in members}
+        where = last.layer, last.nano.resource, self._plan.batch_of(last.nano)
+        for index, placed in enumerate(inner):
+            before_pool, from_pool_write = self._runs[placed.nano.operation]
+            if from_pool_write or (placed.layer, placed.nano.resource, self._plan.batch_of(placed.nano)) != where:
+                return False
+            later = {name for other in members[index + 1 :] for name in _written(self._runs[other.nano.operation][0])}
+            needed = _written(before_pool) & {_known_as(name) for name in self._kept[placed.nano.operation]}
+            if any(name not in later and not self._readers[name] <= names for name in needed):
+                return False
+        return not inner or where[1] is not Resource.NETWORK
+
+    def run(
+        self,
+        phase: Phase,
+        annotate: Annotate,
+        parts: Mapping[int, Sequence[fused.Part]],
+        regions: Sequence[Sequence[int]],
+    ) -> list[Values]:
         """What each member of a phase wrote, in order. Members see what earlier ones wrote; nothing is stored yet.
 
-        `parts` says which rows of attention go with the GEMM at an index of the phase, where kernels can do both.
+        Of several members in one of the `regions` only the last has anything to show. `parts` says which rows of attention go
+        with the GEMM at an index of the phase, where kernels can do both.
         """
         copies = {id(value): value.copy() for layer in self.layers for value in layer.values.values()}
         state = [_Layer({name: copies[id(v)] for name, v in layer.values.items()}, layer.pool) for layer in self.layers]
@@ -193,7 +224,8 @@ class _Pipeline:
             kernels = self._kernels_for(phase[index].nano.num_sms)
             split[index] = fused.SplitAttention(self._applied(phase[index], state), kernels)
         outputs: list[Values] = [{} for _ in phase]
-        for index, placed in enumerate(phase):
+        for *inner, index in regions:
+            placed = phase[index]
             if index in split:
                 continue
             if index in parts:
@@ -203,9 +235,9 @@ class _Pipeline:
                 with _scope(placed):
                     outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
             else:
-                apply = functools.partial(self._apply, placed, *self._parts(placed))
-                with _scope(placed):
-                    outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(placed, state))
+                members = [phase[i] for i in (*inner, index)]
+                apply = functools.partial(self._apply_all, members)
+                outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(members, state))
             state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index])
         for index, attention in split.items():
             outputs[index] = attention.result()
@@ -215,21 +247,23 @@ class _Pipeline:
         """The operations of a node that run in a phase, and what of their results leaves it."""
         return self._runs[placed.nano.operation][0], self._kept[placed.nano.operation]
 
-    def _inputs(self, placed: Placed, state: Sequence[_Layer]) -> Values:
-        tokens, layer = self._plan.batch_of(placed.nano), state[placed.layer]
-        names, _ = self._parts(placed)
-        values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in layer.external_reads(names)}
+    def _inputs(self, members: Sequence[Placed], state: Sequence[_Layer]) -> Values:
+        """What the members of a region read from outside; all work on the same tokens of one layer."""
+        tokens, layer = self._plan.batch_of(members[0].nano), state[members[0].layer]
+        names = [name for placed in members for name in self._parts(placed)[0]]
+        values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in _external_reads(names)}
         return values | layer.pool if _reads_pool(names) else values
 
     def _applied(self, placed: Placed, state: Sequence[_Layer]) -> fused.Apply:
         """A nano-operation on what it reads now, as a function of the kernels."""
-        return functools.partial(self._apply, placed, *self._parts(placed), self._inputs(placed, state))
+        return functools.partial(self._apply, placed, *self._parts(placed), self._inputs([placed], state))
 
-    def note_pool_readers(self, phase: Phase, results: Sequence[Values]) -> None:
+    def note_pool_readers(self, phase: Phase, results: Sequence[Values], regions: Sequence[Sequence[int]]) -> None:
         """Lets the writes of a phase, all at its end, come after every read of the pool in it, whichever the plan has first."""
-        for placed, values in zip(phase, results, strict=True):
-            if _reads_pool(self._runs[placed.nano.operation][0]):
-                self.layers[placed.layer].pool_readers += values.values()
+        for region in regions:
+            for placed in (phase[index] for index in region):
+                if _reads_pool(self._runs[placed.nano.operation][0]):
+                    self.layers[placed.layer].pool_readers += results[region[-1]].values()
 
     def finish(self, placed: Placed, results: Values) -> Values:
         """Stores what a nano-operation wrote, after its write of the pool if it has one; returns all it wrote."""
@@ -255,6 +289,15 @@ class _Pipeline:
         self._num_appended += len(arrays)
         return arrays
 
+    def _apply_all(self, members: Sequence[Placed], values: Values) -> Values:
+        """Runs a region's members in order; returns what the last one wrote."""
+        known, results = dict(values), {}
+        for placed in members:
+            with _scope(placed):
+                results = self._apply(placed, *self._parts(placed), known)
+            known |= {_known_as(name): array for name, array in results.items()}
+        return results
+
     def _apply(
         self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values, kernels: Kernels | None = None
     ) -> Values:
@@ -277,17 +320,43 @@ def _scope(placed: Placed) -> AbstractContextManager:
     return jax.named_scope(f"{placed.nano.operation}.{placed.layer}.{placed.nano.nano_batch}")
 
 
-def _split_at_pool_write(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split_at_pool_write(names: Sequence[str]) -> Parts:
     first = next((i for i, name in enumerate(names) if set(_POOL) & set(OPERATIONS[name].writes)), len(names))
     return tuple(names[:first]), tuple(names[first:])
 
 
-def _read_elsewhere(node: str, runs: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]) -> set[str]:
-    """Values written by the first part of `node` that its second part, another node or the next layer reads."""
+def _readers(runs: Mapping[str, Parts]) -> dict[str, set[str]]:
+    """Value -> the nodes that need it from outside. x has a reader that is no node: the next layer, or the logits."""
+    found: dict[str, set[str]] = {"x": {"next layer"}}
+    for node, (own, later) in runs.items():
+        for value in _external_reads([*own, *later]):
+            found.setdefault(value, set()).add(node)
+    return found
+
+
+def _needed_outside(node: str, runs: Mapping[str, Parts], readers: Mapping[str, set[str]]) -> set[str]:
+    """Values written by the first part of `node` that its second part, another node or the next layer needs."""
     own, later = runs[node]
-    readers = [*later, *(name for other, parts in runs.items() if other != node for part in parts for name in part)]
-    read = {value for name in readers for value in OPERATIONS[name].reads} | {"x"}
-    return {write for name in own for write in OPERATIONS[name].writes if _RENAMED.get(write, write) in read}
+    needed = {value for value, nodes in readers.items() if nodes - {node}} | set(_external_reads(later))
+    return {write for name in own for write in OPERATIONS[name].writes if _known_as(write) in needed}
+
+
+def _external_reads(names: Sequence[str]) -> list[str]:
+    """Values that operations need from outside when they run in this order, the pool apart."""
+    inside: set[str] = set()
+    wanted = []
+    for name in names:
+        wanted += [r for r in OPERATIONS[name].reads if r not in inside and r not in _POOL and r not in wanted]
+        inside |= {_known_as(write) for write in OPERATIONS[name].writes}
+    return wanted
+
+
+def _written(names: Sequence[str]) -> set[str]:
+    return {_known_as(write) for name in names for write in OPERATIONS[name].writes}
+
+
+def _known_as(name: str) -> str:
+    return _RENAMED.get(name, name)
 
 
 def _reads_pool(names: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.experimental import compute_on
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from nanoflow_jax.plan import Resource
 
@@ -52,7 +52,11 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> li
         if called is not None:
             results = _evaluate(called.jaxpr, called.consts, inputs)
         else:
-            results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+            # Names of scopes within the function would be lost, by which a profile is read.
+            source = equation.source_info
+            name_stack = source_info_util.current_name_stack() + source.name_stack
+            with source_info_util.user_context(source.traceback, name_stack=name_stack):
+                results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
             results = results if equation.primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]

@@ -6,6 +6,7 @@ process of its own because jax's CUDA plug-in must load before any other back en
 
 import dataclasses
 import glob
+import itertools
 import json
 import math
 import os
@@ -64,6 +65,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
         "fused_calls": fused_calls(compiled.as_text()),
+        "empty_starts": sum("kAsyncStart" in line and "No thunks" in after for line, after in itertools.pairwise(lines)),
     }))  # fmt: skip
 
 

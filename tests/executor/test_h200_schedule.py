@@ -39,6 +39,12 @@ def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]
     assert min(found[pair] for pair in pairs) >= 3, "once per layer"
 
 
+@pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
+def test_nothing_waits_for_regions_that_do_nothing(plan: str) -> None:
+    """XLA makes such ones of what a region has for results if there are several."""
+    assert schedule(plan, "streams")["empty_starts"] == 0
+
+
 @pytest.mark.parametrize(("plan", "others"), [(ONE_GPU, set()), (FOUR_GPUS, {"compute+network"})])
 def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, others: set[str]) -> None:
     found = schedule(plan, "fused")
