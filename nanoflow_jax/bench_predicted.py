@@ -7,8 +7,8 @@ The engine and its batcher run the whole load as always, over a device that take
 afterwards, so scheduling is real and only durations are predicted:
 
     sequential step  L x layer_us + rest_us
-    planned step     (L + the plan's largest layer offset, for the pipeline fills) x period + rest_us, where the period is the
-                     plan's for the places that the batch fills (`plan.period_of_batch_us`)
+    planned step     L x period_us + rest_us, the period being the plan's for the places that the batch fills
+                     (`plan.period_of_batch_us`); while the pipeline fills and drains, phases are as short as what is in them
 
 with layer_us and rest_us as `python -m search.step_times` prices them, and no step faster than the power cap allows for the
 tokens that it computes. The host is taken to be never late, and contexts do not change a plan's period.
@@ -269,9 +269,7 @@ def step_us(num_layers: int, plans: PlanSet | None, steps: Sequence[LaunchedStep
     def layers_us(step: LaunchedStep, layer_us: float) -> float:
         if step.plan is None or plans is None:
             return num_layers * layer_us
-        plan = plans.plans[step.plan]
-        period_us = period_of_batch_us(plan, step.decode_tokens, step.prefill_tokens)
-        return (num_layers + plan.max_layer_offset) * period_us
+        return num_layers * period_of_batch_us(plans.plans[step.plan], step.decode_tokens, step.prefill_tokens)
 
     return [
         max(layers_us(step, layer_us) + rest_us, floor_us)

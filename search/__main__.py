@@ -16,7 +16,7 @@ from search import profile_table
 from search.analytic import analytic_profile
 from search.cost_model import InfeasibleError, check_batch, check_split, classify, operation_costs
 from search.hardware import HardwareError, hardware
-from search.plan_set import join_plans, make_plan_set
+from search.plan_set import join_plans, make_plan_set, mixes_of_all_sizes, sequential_times
 from search.problem import Costing
 from search.profile_table import ProfileError, ProfileTable
 from search.report import Progress, cost_table, plan_record, plan_table
@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     hand.add_argument("--out", type=Path, required=True, help="where the plan goes (JSON)")
     join = command("join", _join, "plans, however they came about, as one plan set for the runtime to choose from")
     join.add_argument("plans", type=Path, nargs="+")
+    join.add_argument("--profile", help="'analytic' or a profile file: record sequential times of batches of all sizes from it")
+    join.add_argument("--workload", help="with --profile: whose contexts these batches have")
     join.add_argument("--out", type=Path, required=True, help="where the plan set goes (JSON)")
     several = command("plan-set", _plan_set, "plans for several batch sizes and workloads, and the crossover to sequential")
     machine(several, many=True)
@@ -176,7 +178,15 @@ def _hand(args: argparse.Namespace) -> None:
 
 
 def _join(args: argparse.Namespace) -> None:
-    plan_set = join_plans([plan_files.decode_plan(path.read_bytes()) for path in args.plans])
+    found = [plan_files.decode_plan(path.read_bytes()) for path in args.plans]
+    if bool(args.profile) != bool(args.workload):
+        raise plans.PlanError(f"--profile={args.profile} and --workload={args.workload} go together")
+    sequential: list[plans.SequentialTime] = []
+    if args.profile:
+        model, first = preset(found[0].model), found[0]
+        mixes = mixes_of_all_sizes(parse_workload(args.workload), max(plan.b_dense for plan in found))
+        sequential = sequential_times(model, _load_profile(args.profile, model, first.device, first.tp, mixes), mixes)
+    plan_set = join_plans(found, sequential)
     args.out.write_bytes(plan_files.encode(plan_set))
     record = {
         "model": plan_set.model, "hardware": plan_set.device, "tp": plan_set.tp, "plans": len(plan_set.plans),

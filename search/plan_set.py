@@ -4,29 +4,32 @@ from collections.abc import Iterable, Sequence
 
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime
-from nanoflow_jax.workload import BatchMix
+from nanoflow_jax.workload import BatchMix, Workload
 from search.problem import Costing
 from search.profile_table import ProfileTable
+
+# Of the batches whose sequential times are recorded.
+_SIZE_STEP, _DECODE_PARTS = 256, 4
 
 
 def make_plan_set(model: ModelConfig, table: ProfileTable, plans: Sequence[PipelinePlan], mixes: Iterable[BatchMix]) -> PlanSet:
     """The set of `plans` that beat sequential execution at their own mix, with sequential times at `mixes`."""
     winning = tuple(sorted((p for p in plans if p.speedup > 1), key=lambda p: (p.b_dense, p.decode_tokens)))
-    sequential = tuple(
-        SequentialTime(b_dense=m.b_dense, decode_tokens=m.decode_tokens, layer_us=sequential_us(model, table, m)) for m in mixes
-    )
     return PlanSet(
         model=model.name,
         device=table.device,
         tp=table.tp,
         plans=winning,
-        sequential=sequential,
+        sequential=tuple(sequential_times(model, table, mixes)),
         crossover_tokens=crossover(plans),
     )
 
 
-def join_plans(plans: Sequence[PipelinePlan]) -> PlanSet:
-    """A set of plans made one by one, with the sequential times that each predicts for its own mix.
+def join_plans(plans: Sequence[PipelinePlan], sequential: Iterable[SequentialTime] = ()) -> PlanSet:
+    """A set of plans made one by one, with the sequential times that each predicts for its own mix, and more of them.
+
+    Args:
+      sequential: as from `sequential_times`; without any the runtime can only scale the plans' own to other batches.
 
     Raises:
       PlanError: they are for different models, devices, ranks or partitions.
@@ -35,14 +38,31 @@ def join_plans(plans: Sequence[PipelinePlan]) -> PlanSet:
     if len(kinds) != 1:
         raise PlanError(f"plans of one set are for one model, device, number of ranks and partition, not {sorted(kinds)}")
     first = plans[0]
-    sequential = tuple(
-        SequentialTime(b_dense=p.b_dense, decode_tokens=p.decode_tokens, layer_us=p.prediction.sequential_us) for p in plans
-    )
+    own = (SequentialTime(b_dense=p.b_dense, decode_tokens=p.decode_tokens, layer_us=p.prediction.sequential_us) for p in plans)
+    by_mix = {(s.b_dense, s.decode_tokens): s for s in (*own, *sequential)}
     winning = tuple(sorted((p for p in plans if p.speedup > 1), key=lambda p: (p.b_dense, p.decode_tokens)))
     return PlanSet(
-        model=first.model, device=first.device, tp=first.tp, plans=winning, sequential=sequential,
-        crossover_tokens=crossover(plans),
+        model=first.model, device=first.device, tp=first.tp, plans=winning,
+        sequential=tuple(by_mix[mix] for mix in sorted(by_mix)), crossover_tokens=crossover(plans),
     )  # fmt: skip
+
+
+def mixes_of_all_sizes(workload: Workload, b_dense: int) -> list[BatchMix]:
+    """Batches up to `b_dense` tokens from prompts alone to decoding alone, with the contexts of a workload."""
+    contexts = {"decode_context": workload.decode_context, "prefill_context": workload.prefill_context}
+    sizes = range(_SIZE_STEP, b_dense + 1, _SIZE_STEP)
+    return [
+        BatchMix(b_dense=size, decode_tokens=size * part // _DECODE_PARTS, **contexts)
+        for size in sizes
+        for part in range(_DECODE_PARTS + 1)
+    ]
+
+
+def sequential_times(model: ModelConfig, table: ProfileTable, mixes: Iterable[BatchMix]) -> list[SequentialTime]:
+    """A layer's time at each mix, in the better of the partitions."""
+    return [
+        SequentialTime(b_dense=m.b_dense, decode_tokens=m.decode_tokens, layer_us=sequential_us(model, table, m)) for m in mixes
+    ]
 
 
 def sequential_us(model: ModelConfig, table: ProfileTable, mix: BatchMix) -> float:

@@ -18,7 +18,7 @@ LAYERS = (
     {"operations", "sampling", "checkpoints"},
     {"executor"},
     {"runtime"},
-    {"convert", "bench", "bench_transformers", "compare"},
+    {"convert", "bench", "bench_predicted", "bench_transformers", "compare"},
 )
 FORBIDDEN = {
     "pallas_kernels": ("nanoflow_jax", "search", "serve", "flax", "msgspec", "ortools"),

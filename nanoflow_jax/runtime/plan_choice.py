@@ -35,23 +35,26 @@ def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tupl
 
 def _sequential_us(recorded: tuple[SequentialTime, ...], decode_tokens: int, prefill_tokens: int) -> float:
     """A layer's time by the recorded ones."""
-    per_token, per_decoding = _fitted(recorded)
-    return per_token * (decode_tokens + prefill_tokens) + per_decoding * decode_tokens
+    constant, per_token, per_decoding = _fitted(recorded)
+    return constant + per_token * (decode_tokens + prefill_tokens) + per_decoding * decode_tokens
 
 
 @functools.lru_cache(maxsize=8)
-def _fitted(recorded: tuple[SequentialTime, ...]) -> tuple[float, float]:
-    """Microseconds of a layer for each token, and how many more for each that decodes.
+def _fitted(recorded: tuple[SequentialTime, ...]) -> tuple[float, float, float]:
+    """Microseconds of a layer whatever the batch, for each token, and how many more for each that decodes.
 
     Least squares over relative errors. Steps are rarely of a recorded mix, and one of mostly prompt tokens takes far less time
-    than one of as many tokens that decode; a single record can only be scaled.
+    than one of as many tokens that decode. Fewer records say less: those of one mix can only be scaled.
     """
     if len({s.decode_tokens / s.b_dense for s in recorded}) < 2:
         largest = max(recorded, key=lambda s: s.b_dense)
-        return largest.layer_us / largest.b_dense, 0.0
-    shares = np.array([[s.b_dense / s.layer_us, s.decode_tokens / s.layer_us] for s in recorded])
-    per_token, per_decoding = np.linalg.lstsq(shares, np.ones(len(recorded)), rcond=None)[0]
-    return float(per_token), float(per_decoding)
+        return 0.0, largest.layer_us / largest.b_dense, 0.0
+    terms = np.array([[1.0, s.b_dense, s.decode_tokens] for s in recorded]) / [[s.layer_us] for s in recorded]
+    whole = np.linalg.lstsq(terms, np.ones(len(recorded)), rcond=None)[0]
+    if np.linalg.matrix_rank(terms) == terms.shape[1] and whole[0] >= 0:
+        return float(whole[0]), float(whole[1]), float(whole[2])
+    per_token, per_decoding = np.linalg.lstsq(terms[:, 1:], np.ones(len(recorded)), rcond=None)[0]
+    return 0.0, float(per_token), float(per_decoding)
 
 
 def read_plans(path: Path) -> PlanSet:

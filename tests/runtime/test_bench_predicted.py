@@ -160,15 +160,13 @@ def test_times_of_steps_follow_layers_plans_and_power():
     plan = plans.plans[0]
     steps = [_step(None), _step(0), _step(None), _step(0)]
     prices = Prices(0.0, [100.0] * 4, [7.0] * 4, [10.0, 10.0, 4000.0, 1e9])
-    by_plan = (32 + plan.max_layer_offset) * plan.period_us + 7.0
+    by_plan = 32 * plan.period_us + 7.0
     assert bench_predicted.step_us(32, plans, steps, prices) == [3207.0, by_plan, 4000.0, 1e9]
     # A batch that fills fewer of the plan's places takes what the batcher chose the plan by.
     part = dataclasses.replace(_step(0), decode_tokens=700, prefill_tokens=400)
     period = period_of_batch_us(plan, 700, 400)
     assert period < plan.period_us
-    assert bench_predicted.step_us(32, plans, [part], Prices(0.0, [1.0], [7.0], None)) == [
-        (32 + plan.max_layer_offset) * period + 7.0
-    ]
+    assert bench_predicted.step_us(32, plans, [part], Prices(0.0, [1.0], [7.0], None)) == [32 * period + 7.0]
     unlimited = dataclasses.replace(prices, least_us=None)
     assert bench_predicted.step_us(32, plans, steps, unlimited) == [3207.0, by_plan] * 2
 
@@ -193,7 +191,7 @@ def test_steps_by_plan_are_counted_and_take_the_plans_time(capsys, tmp_path):
     assert f"{report['planned_steps']} of {report['whole']['steps']} steps by plan" in "\n".join(lines)
     plan = plans.plans[0]
     # Every planned step decodes or begins prompts beside decoding, so none is shorter than one that fills hardly any place.
-    least = 1e-6 * (32 + plan.max_layer_offset) * period_of_batch_us(plan, 1, 0)
+    least = 1e-6 * 32 * period_of_batch_us(plan, 1, 0)
     assert all(row["seconds"] > row["planned"] * least for row in planned)
     assert _command(capsys, *load)[1]["planned_steps"] == 0
 

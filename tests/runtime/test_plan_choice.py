@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import ModelRunner, RunnerConfig
-from nanoflow_jax.plan import NanoBatch, PipelinePlan, PlanSet, Resource, SequentialTime, period_of_batch_us
+from nanoflow_jax.plan import NanoBatch, Phase, PipelinePlan, PlanSet, Resource, SequentialTime, period_of_batch_us
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import generate
 from nanoflow_jax.runtime.plan_choice import choose_plan, largest_b_dense, shipped_plans
@@ -98,14 +99,11 @@ def test_a_plan_is_priced_for_the_places_that_a_batch_fills(seed: int, data: st.
     assert period_of_batch_us(plan, *few) <= period_of_batch_us(plan, *more) <= plan.period_us
     # Weights are read and collectives send in any case.
     floors = dict.fromkeys(Resource, 0.0)
-    lanes = dict.fromkeys(Resource, 0.0)
     for nano in plan.nano_operations:
         tokens = plan.batch_of(nano).tokens
-        share = 0.0 if "attention" in nano.operation else min(tokens, 256) / tokens
+        share = 0.0 if "attention" in nano.operation else (min(tokens, 256) + 96) / (tokens + 96)
         floors[nano.resource] += nano.duration_us * (1.0 if nano.resource == Resource.NETWORK else share)
-        lanes[nano.resource] += nano.duration_us
-    floor = plan.period_us * max(floors.values()) / max(lanes.values())
-    assert period_of_batch_us(plan, *few) >= floor * (1 - 1e-12)
+    assert period_of_batch_us(plan, *few) >= max(floors.values()) * (1 - 1e-9)
     for beyond in ((decoding + 1, 0), (0, prompt + 1), (-1, 0)):
         with pytest.raises(ValueError, match="do not fit a plan"):
             period_of_batch_us(plan, *beyond)
@@ -120,17 +118,31 @@ def test_what_a_range_multiplies_ends_with_its_last_token() -> None:
         ("o_proj", whole, 500, 1, 1025),
         ("o_proj", whole, 10, 0, 256),
         ("o_proj", (NanoBatch(start=0, stop=1152), NanoBatch(start=1152, stop=2048)), 500, 64, 1088 + 256),
-        ("decode_attention", (NanoBatch(start=0, stop=1024),), 500, 1000, 1000),
-        ("prefill_attention", (NanoBatch(start=1024, stop=2048),), 500, 100, 200),
+        ("decode_attention", (NanoBatch(start=0, stop=1024),), 500, 1000, 500),
+        ("prefill_attention", (NanoBatch(start=1024, stop=2048),), 500, 100, 100),
     ]:
         node = next(n for n in plan.nano_operations if n.operation == operation)
-        nano = tuple(
-            msgspec.structs.replace(node, nano_batch=i, duration_us=float(tokens.tokens)) for i, tokens in enumerate(batches)
-        )
+        launch = 0 if "attention" in operation else 96  # what a GEMM takes besides its rows
+        durations = [float(tokens.tokens + launch) for tokens in batches]
+        nano = tuple(msgspec.structs.replace(node, nano_batch=i, duration_us=us) for i, us in enumerate(durations))
         alone = msgspec.structs.replace(
-            plan, nano_operations=nano, nano_batches=plan.nano_batches | {operation: batches}, period_us=2048.0
-        )
-        assert period_of_batch_us(alone, decode_tokens, prompt_tokens) == pytest.approx(rows), (operation, rows)
+            plan, nano_operations=nano, nano_batches=plan.nano_batches | {operation: batches}, period_us=sum(durations),
+            phases=tuple(one_by_one(plan.phases[0], durations)),
+        )  # fmt: skip
+        found = period_of_batch_us(alone, decode_tokens, prompt_tokens)
+        assert found == pytest.approx(rows + launch * len(batches)), (operation, rows)
+
+
+def one_by_one(phase: Phase, durations: list[float]) -> Iterator[Phase]:
+    for index, duration in enumerate(durations):
+        running = (msgspec.structs.replace(phase.running[0], nano_operation=index),)
+        yield msgspec.structs.replace(phase, duration_us=duration, running=running)
+
+
+def test_what_has_nobody_beside_it_overlaps_nothing() -> None:
+    """Decoding tokens alone: their attention runs beside GEMMs of no tokens, and their GEMMs beside no attention."""
+    plan = shipped()
+    assert period_of_batch_us(plan, 1024, 0) > 0.9 * plan.period_us
 
 
 @given(st.integers(0, 1200), st.integers(0, 2048))
@@ -140,9 +152,10 @@ def test_no_plan_is_chosen_that_is_predicted_to_be_slower(decode_tokens: int, pr
     if index is None:
         assert taken == prefill_tokens
         return
-    per_token = plans.sequential[0].layer_us / plans.sequential[0].b_dense
+    tokens = decode_tokens + prefill_tokens
+    sequential_us = 62.8 + 0.6568 * tokens + 0.682 * decode_tokens  # a fit to the set's records, see `_fitted`
     period_us = period_of_batch_us(plans.plans[index], decode_tokens, taken)
-    assert period_us < per_token * (decode_tokens + taken)
+    assert (decode_tokens + taken) / period_us > 0.999 * tokens / sequential_us
 
 
 @pytest.mark.parametrize(("decode_tokens", "prefill_tokens"), [(1024, 1024), (980, 1068), (1024, 980), (980, 980), (950, 1024)])

@@ -236,6 +236,14 @@ def test_plans_made_one_by_one_join_into_a_set(capsys: pytest.CaptureFixture[str
     assert record["plans"] == len(found.plans) == 2
     assert [p.b_dense for p in found.plans] == [1024, 1920]
     assert len(found.sequential) == 2
+    # With a profile there are sequential times for batches of all sizes, from prompts alone to decoding alone.
+    profiled = [*files, "--profile", "analytic", "--workload", "1024:512", "--out", str(out)]
+    assert main(["join", *profiled]) == 0
+    times = {(s.b_dense, s.decode_tokens): s.layer_us for s in decode_plan_set(out.read_bytes()).sequential}
+    assert len(times) == 7 * 5 + 1  # the smaller plan has one of these mixes itself
+    assert times[256, 0] < times[1792, 0] < times[1792, 896] < times[1792, 1792]
+    assert main(["join", *profiled[:4], "--out", str(out)]) == 2
+    assert "go together" in capsys.readouterr().err
     other = tmp_path / "other.json"
     other.write_bytes(Path(files[0]).read_bytes().replace(b'"llama3-8b"', b'"llama2-7b"'))
     assert main(["join", files[1], str(other), "--out", str(out)]) == 2
@@ -246,12 +254,13 @@ def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFi
     """docs/performance.md has the commands; profile, power model and plans must not part ways."""
     root = Path(__file__).parents[2]
     name = "h200-llama3-8b-tp1.json"
+    profile = str(root / "search/data/profiles" / name)
     _run(
-        capsys, "hand", "--model", "llama3-8b", "--hardware", "h200", "--profile", str(root / "search/data/profiles" / name),
-        "--b-dense", "2048", "--workload", "512:512", "--border", "1024", "--attention-sms", "32",
-        "--out", str(tmp_path / "512.json"),
+        capsys, "hand", "--model", "llama3-8b", "--hardware", "h200", "--profile", profile, "--b-dense", "2048",
+        "--workload", "512:512", "--border", "1024", "--attention-sms", "32", "--out", str(tmp_path / "512.json"),
     )  # fmt: skip
-    _run(capsys, "join", str(tmp_path / "512.json"), "--out", str(tmp_path / name))
+    joined = str(tmp_path / name)
+    _run(capsys, "join", str(tmp_path / "512.json"), "--profile", profile, "--workload", "512:512", "--out", joined)
     made, shipped = (_leaves(json.loads((folder / name).read_bytes())) for folder in (tmp_path, root / "nanoflow_jax/plans"))
     assert made.keys() == shipped.keys()
     # Times are sums, and the last digit of a sum depends on the Python version (3.12 compensates) and on the processor.
