@@ -11,7 +11,7 @@ afterwards, so scheduling is real and only durations are predicted:
                      (`plan.period_of_batch_us`); while the pipeline fills and drains, phases are as short as what is in them
 
 with layer_us and rest_us as `python -m search.step_times` prices them, and no step faster than the power cap allows for the
-tokens that it computes. The host is taken to be never late, and contexts do not change a plan's period.
+tokens that it computes. The host is taken to be never late.
 
 The tables are for people; the last line of standard output is one JSON object.
 """
@@ -269,7 +269,8 @@ def step_us(num_layers: int, plans: PlanSet | None, steps: Sequence[LaunchedStep
     def layers_us(step: LaunchedStep, layer_us: float) -> float:
         if step.plan is None or plans is None:
             return num_layers * layer_us
-        return num_layers * period_of_batch_us(plans.plans[step.plan], step.decode_tokens, step.prefill_tokens)
+        batch = step.decode_tokens, step.prefill_tokens, step.decode_context or None
+        return num_layers * period_of_batch_us(plans.plans[step.plan], *batch)
 
     return [
         max(layers_us(step, layer_us) + rest_us, floor_us)

@@ -153,6 +153,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     `partition` is the way `o_proj` is divided over the ranks and with it the layer's collectives: "all_reduce" divides its
     rows, "all_gather" its columns, "none" is one rank. `shares` says how SMs are budgeted: "constant" through a
     nano-operation's life, "phased" with a change at phase borders, "ideal" not at all (stage I, in which nothing interferes).
+    `decode_context` is how many tokens the plan takes a decoding sequence to have in the cache, None if that was not recorded.
     """
 
     format_version: int = FORMAT_VERSION
@@ -163,6 +164,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     partition: Partition
     b_dense: int
     decode_tokens: int
+    decode_context: float | None = None
     tile: int = TILE
     num_sms: int
     shares: Shares
@@ -281,7 +283,9 @@ def unroll(plan: PipelinePlan, num_layers: int) -> Iterator[tuple[int, int, Nano
                 yield window, window - nano.layer_offset, nano
 
 
-def period_of_batch_us(plan: PipelinePlan, decode_tokens: int, prefill_tokens: int) -> float:
+def period_of_batch_us(
+    plan: PipelinePlan, decode_tokens: int, prefill_tokens: int, decode_context: float | None = None
+) -> float:
     """Predicted period of the plan for a batch that fills its places in part; `period_us` for one that fills them all.
 
     Each phase lasts as long as the nano-operation in it that has most of its work left: what ran beside it has no more SMs when
@@ -289,13 +293,21 @@ def period_of_batch_us(plan: PipelinePlan, decode_tokens: int, prefill_tokens: i
     ROWS_PER_WEIGHT_READ, and take ROWS_PER_LAUNCH more; attention has no more to do than there are tokens; collectives send
     padding, too.
 
+    Args:
+      decode_context: tokens in the cache of a decoding sequence, on average; attention takes so much longer, or shorter, than
+        with those of the plan. None is the plan's.
+
     Raises:
       ValueError: the batch does not fit.
     """
     if not (0 <= decode_tokens <= plan.decode_tokens and 0 <= prefill_tokens <= plan.b_dense - plan.decode_tokens):
         places = f"{plan.decode_tokens} decoding and {plan.b_dense - plan.decode_tokens} prompt tokens"
         raise ValueError(f"{decode_tokens=} and {prefill_tokens=} do not fit a plan for {places}")
-    left = [_work_left(plan, nano, decode_tokens, prefill_tokens) for nano in plan.nano_operations]
+    longer = decode_context / plan.decode_context if decode_context and plan.decode_context else 1.0
+    left = [
+        _work_left(plan, nano, decode_tokens, prefill_tokens) * (longer if nano.operation == "decode_attention" else 1.0)
+        for nano in plan.nano_operations
+    ]
     full_us = sum(phase.duration_us for phase in plan.phases)
     part_us = sum(
         phase.duration_us * max((left[r.nano_operation] for r in phase.running), default=1.0) for phase in plan.phases
@@ -324,11 +336,20 @@ def _used_tokens(plan: PipelinePlan, tokens: NanoBatch, decode_tokens: int, pref
 
 
 class SequentialTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Predicted time of one layer executed operation after operation on the whole device."""
+    """Predicted time of one layer executed operation after operation on the whole device; `decode_context` as a plan's."""
 
     b_dense: int
     decode_tokens: int
     layer_us: float
+    decode_context: float | None = None
+
+
+def sequential_time_of(plan: PipelinePlan) -> SequentialTime:
+    """What the plan itself predicts for its mix without splitting."""
+    return SequentialTime(
+        b_dense=plan.b_dense, decode_tokens=plan.decode_tokens, layer_us=plan.prediction.sequential_us,
+        decode_context=plan.decode_context,
+    )  # fmt: skip
 
 
 class PlanSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

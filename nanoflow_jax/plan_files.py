@@ -81,6 +81,7 @@ def _check_sizes(plan: PipelinePlan) -> None:
     _require(plan.tile > 0 and plan.b_dense > 0, f"tile={plan.tile} and b_dense={plan.b_dense} must be positive")
     _require(plan.b_dense % plan.tile == 0, f"b_dense={plan.b_dense} is not a multiple of tile={plan.tile}")
     _require(0 <= plan.decode_tokens <= plan.b_dense, f"decode_tokens={plan.decode_tokens} is not in [0, {plan.b_dense}]")
+    _require(plan.decode_context is None or plan.decode_context > 0, f"decode_context={plan.decode_context} must be positive")
     _require((plan.partition == "none") == (plan.tp == 1), f"partition={plan.partition!r} does not fit tp={plan.tp}")
     _require(plan.num_sms > 0, f"num_sms={plan.num_sms} must be positive")
     _require(math.isfinite(plan.period_us) and plan.period_us > 0, f"period_us={plan.period_us} must be positive and finite")

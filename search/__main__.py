@@ -1,6 +1,7 @@
 """Command line of the search: `python -m search cost | plan | hand | join | plan-set | simulate | evaluate | profile`."""
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     hand = command("hand", _hand, "a pipeline by hand, to hold against the search's: two nano-batches, attention beside GEMMs")
     machine(hand)
     hand.add_argument("--profile", default="analytic", help="'analytic' or a profile file")
+    hand.add_argument("--decode-tokens", type=int, help="how many of the batch decode; without this the workload's share")
     hand.add_argument("--border", type=int, required=True, help="first token of the second nano-batch, a multiple of 128")
     hand.add_argument("--attention-sms", type=int, required=True, help="SMs of decode attention; GEMMs beside it get the rest")
     hand.add_argument("--out", type=Path, required=True, help="where the plan goes (JSON)")
@@ -168,6 +170,10 @@ def _hand(args: argparse.Namespace) -> None:
 
     model = preset(args.model)
     mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense)
+    if args.decode_tokens is not None:
+        if not 0 < args.decode_tokens <= args.b_dense:
+            raise plans.PlanError(f"--decode-tokens {args.decode_tokens} must lie in [1, {args.b_dense}]")
+        mix = dataclasses.replace(mix, decode_tokens=args.decode_tokens)
     table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
     partition: plans.Partition = "none" if args.tp == 1 else "all_reduce"
     costing = Costing(model=model, table=table, mix=mix, partition=partition)

@@ -119,7 +119,8 @@ def build_plan(
     plan = PipelinePlan(
         model=costing.model.name, device=costing.table.device, tp=costing.table.tp, moe=costing.model.is_moe,
         partition=costing.partition, b_dense=costing.mix.b_dense, decode_tokens=costing.mix.decode_tokens,
-        num_sms=device.num_sms, shares=shares, period_us=allocation.period_us, nano_batches=batches,
+        decode_context=costing.mix.decode_context or None, num_sms=device.num_sms, shares=shares,
+        period_us=allocation.period_us, nano_batches=batches,
         nano_operations=nanos, phases=phases, prediction=prediction,
     )  # fmt: skip
     validate(plan)

@@ -61,7 +61,8 @@ def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> Pipeline
     alone = sum(p.best_us for p in lane.placed)
     plan = PipelinePlan(
         model=costing.model.name, device=table.device, tp=1, moe=False, partition="none", b_dense=mix.b_dense,
-        decode_tokens=mix.decode_tokens, num_sms=table.num_sms, shares="constant", period_us=period, nano_batches=batches,
+        decode_tokens=mix.decode_tokens, decode_context=mix.decode_context, num_sms=table.num_sms, shares="constant",
+        period_us=period, nano_batches=batches,
         nano_operations=nanos, phases=phases,
         prediction=Prediction(
             sequential_us=costing.sequential_us(), nano_us=alone, ideal_us=period, ideal_bound_us=0.0, bound_counts="by hand",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime
+from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime, sequential_time_of
 from nanoflow_jax.workload import BatchMix, Workload
 from search.problem import Costing
 from search.profile_table import ProfileTable
@@ -38,8 +38,7 @@ def join_plans(plans: Sequence[PipelinePlan], sequential: Iterable[SequentialTim
     if len(kinds) != 1:
         raise PlanError(f"plans of one set are for one model, device, number of ranks and partition, not {sorted(kinds)}")
     first = plans[0]
-    own = (SequentialTime(b_dense=p.b_dense, decode_tokens=p.decode_tokens, layer_us=p.prediction.sequential_us) for p in plans)
-    by_mix = {(s.b_dense, s.decode_tokens): s for s in (*own, *sequential)}
+    by_mix = {(s.b_dense, s.decode_tokens): s for s in (*map(sequential_time_of, plans), *sequential)}
     winning = tuple(sorted((p for p in plans if p.speedup > 1), key=lambda p: (p.b_dense, p.decode_tokens)))
     return PlanSet(
         model=first.model, device=first.device, tp=first.tp, plans=winning,
@@ -61,8 +60,12 @@ def mixes_of_all_sizes(workload: Workload, b_dense: int) -> list[BatchMix]:
 def sequential_times(model: ModelConfig, table: ProfileTable, mixes: Iterable[BatchMix]) -> list[SequentialTime]:
     """A layer's time at each mix, in the better of the partitions."""
     return [
-        SequentialTime(b_dense=m.b_dense, decode_tokens=m.decode_tokens, layer_us=sequential_us(model, table, m)) for m in mixes
-    ]
+        SequentialTime(
+            b_dense=m.b_dense, decode_tokens=m.decode_tokens, layer_us=sequential_us(model, table, m),
+            decode_context=m.decode_context or None,
+        )
+        for m in mixes
+    ]  # fmt: skip
 
 
 def sequential_us(model: ModelConfig, table: ProfileTable, mix: BatchMix) -> float:

@@ -96,7 +96,7 @@ class Batcher:
         if num_rows:
             self._index_full_pages()
             self.admission.admit(room, num_rows)
-        plan, budget = self._choose_plan(decoding.size, budget)
+        plan, budget = self._choose_plan(decoding, budget)
         prefilling, chunks = self._prefill_chunks(budget)
         num_tokens = decoding.size + int(chunks.sum())
         if num_tokens == 0:
@@ -250,11 +250,14 @@ class Batcher:
                 return shape
         raise AssertionError(f"no shape holds {num_tokens=} {num_rows=} {num_pages=}")
 
-    def _choose_plan(self, num_decode: int, budget: int) -> tuple[int | None, int]:
-        """The plan of a step with `num_decode` decoding rows, and the prompt tokens that it takes."""
+    def _choose_plan(self, decoding: np.ndarray, budget: int) -> tuple[int | None, int]:
+        """The plan of a step in which rows `decoding` decode, and the prompt tokens that it takes."""
         filling = self.table.phase == Phase.PREFILL
         wanted = min(budget, int((self.table.target[filling] - self.table.kv_len[filling]).sum()))
-        return (None, wanted) if self.plans is None else choose_plan(self.plans, num_decode, wanted)
+        if self.plans is None:
+            return None, wanted
+        context = float(self.table.kv_len[decoding].mean()) + 1 if decoding.size else None
+        return choose_plan(self.plans, decoding.size, wanted, context)
 
     def _fill(self, rows: np.ndarray, lengths: np.ndarray, num_decode: int, plan: int | None) -> Batch:
         """The arrays of a step in which row i computes `lengths[i]` tokens after its kv_len; the first `num_decode` decode.

@@ -1,6 +1,7 @@
 """Which plan, if any, the next step is executed by; plans from files, and those that come with the program."""
 
 import functools
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -10,38 +11,53 @@ import numpy as np
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
-from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, period_of_batch_us
+from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, period_of_batch_us, sequential_time_of
 from nanoflow_jax.plan_files import decode_plan, decode_plan_set
 
 
-def choose_plan(plans: PlanSet, decode_tokens: int, prefill_tokens: int) -> tuple[int | None, int]:
+def choose_plan(
+    plans: PlanSet, decode_tokens: int, prefill_tokens: int, decode_context: float | None = None
+) -> tuple[int | None, int]:
     """The index of the plan that computes most tokens per second, and how many prompt tokens the step takes with it.
 
     A plan has its own places for decoding and for prompt tokens, so it may take fewer prompt tokens than there are, and it is
     priced for the places that the batch fills. None is sequential execution, which takes all.
+
+    Args:
+      decode_context: tokens in the cache of a decoding sequence, on average; None: as many as the plans were made for.
     """
     tokens = decode_tokens + prefill_tokens
     if plans.crossover_tokens is None or tokens == 0:
         return None, prefill_tokens
-    best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens), None, prefill_tokens)
+    best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens, decode_context), None, prefill_tokens)
     for index, plan in enumerate(plans.plans):
         taken = min(prefill_tokens, plan.b_dense - plan.decode_tokens)
         fits = decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0
         if fits and plan.b_dense >= plans.crossover_tokens:
-            rate = (decode_tokens + taken) / period_of_batch_us(plan, decode_tokens, taken)
+            rate = (decode_tokens + taken) / period_of_batch_us(plan, decode_tokens, taken, decode_context)
             best = max(best, (rate, index, taken), key=lambda choice: choice[0])
     return best[1], best[2]
 
 
-def _sequential_us(recorded: tuple[SequentialTime, ...], decode_tokens: int, prefill_tokens: int) -> float:
+def _sequential_us(
+    recorded: tuple[SequentialTime, ...], decode_tokens: int, prefill_tokens: int, decode_context: float | None
+) -> float:
     """A layer's time by the recorded ones."""
     constant, per_token, per_decoding = _fitted(recorded)
-    return constant + per_token * (decode_tokens + prefill_tokens) + per_decoding * decode_tokens
+    usual = _usual_context(recorded)
+    longer = decode_context / usual if decode_context and usual else 1.0
+    return constant + per_token * (decode_tokens + prefill_tokens) + per_decoding * longer * decode_tokens
+
+
+def _usual_context(recorded: Sequence[SequentialTime]) -> float | None:
+    """The mean of the recorded contexts; None where one is missing."""
+    contexts = [s.decode_context for s in recorded if s.decode_context]
+    return sum(contexts) / len(contexts) if contexts and len(contexts) == len(recorded) else None
 
 
 @functools.lru_cache(maxsize=8)
 def _fitted(recorded: tuple[SequentialTime, ...]) -> tuple[float, float, float]:
-    """Microseconds of a layer whatever the batch, for each token, and how many more for each that decodes.
+    """Microseconds of a layer whatever the batch, for each token, and how many more for each that decodes in a usual context.
 
     Least squares over relative errors. Steps are rarely of a recorded mix, and one of mostly prompt tokens takes far less time
     than one of as many tokens that decode. Fewer records say less: those of one mix can only be scaled.
@@ -49,7 +65,10 @@ def _fitted(recorded: tuple[SequentialTime, ...]) -> tuple[float, float, float]:
     if len({s.decode_tokens / s.b_dense for s in recorded}) < 2:
         largest = max(recorded, key=lambda s: s.b_dense)
         return 0.0, largest.layer_us / largest.b_dense, 0.0
-    terms = np.array([[1.0, s.b_dense, s.decode_tokens] for s in recorded]) / [[s.layer_us] for s in recorded]
+    usual = _usual_context(recorded)
+    weights = [s.decode_context / usual if usual and s.decode_context else 1.0 for s in recorded]
+    terms = np.array([[1.0, s.b_dense, w * s.decode_tokens] for s, w in zip(recorded, weights, strict=True)])
+    terms /= [[s.layer_us] for s in recorded]
     whole = np.linalg.lstsq(terms, np.ones(len(recorded)), rcond=None)[0]
     if np.linalg.matrix_rank(terms) == terms.shape[1] and whole[0] >= 0:
         return float(whole[0]), float(whole[1]), float(whole[2])
@@ -72,7 +91,7 @@ def read_plans(path: Path) -> PlanSet:
             plan = decode_plan(text)
         except PlanError as error:
             raise PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
-    sequential = SequentialTime(b_dense=plan.b_dense, decode_tokens=plan.decode_tokens, layer_us=plan.prediction.sequential_us)
+    sequential = sequential_time_of(plan)
     return PlanSet(
         model=plan.model,
         device=plan.device,

@@ -145,6 +145,18 @@ def test_what_has_nobody_beside_it_overlaps_nothing() -> None:
     assert period_of_batch_us(plan, 1024, 0) > 0.9 * plan.period_us
 
 
+def test_longer_contexts_are_longer_attention_for_plans_and_for_sequential_steps() -> None:
+    """On few SMs attention has room up to what runs beside it; far beyond, the plan is worse than no overlap at all."""
+    plans, plan = shipped_set(), shipped()
+    assert plan.decode_context == 768
+    assert period_of_batch_us(plan, 1024, 1024, 768) == plan.period_us
+    periods = [period_of_batch_us(plan, 1024, 1024, context) for context in (100, 768, 1536, 3072)]
+    assert periods[0] <= periods[1] < periods[2] < periods[3]
+    assert choose_plan(plans, 1024, 1024, 768)[0] == choose_plan(plans, 1024, 1024)[0] == 0
+    assert choose_plan(plans, 1024, 1024, 3072)[0] is None
+    assert choose_plan(plans, 1024, 1024, 100)[0] is None, "hardly anything to hide"
+
+
 @given(st.integers(0, 1200), st.integers(0, 2048))
 def test_no_plan_is_chosen_that_is_predicted_to_be_slower(decode_tokens: int, prefill_tokens: int) -> None:
     plans = shipped_set()
@@ -153,7 +165,7 @@ def test_no_plan_is_chosen_that_is_predicted_to_be_slower(decode_tokens: int, pr
         assert taken == prefill_tokens
         return
     tokens = decode_tokens + prefill_tokens
-    sequential_us = 62.8 + 0.6568 * tokens + 0.682 * decode_tokens  # a fit to the set's records, see `_fitted`
+    sequential_us = 62.8 + 0.6568 * tokens + 0.682 * decode_tokens  # a fit to the set's records, of contexts of 768 tokens
     period_us = period_of_batch_us(plans.plans[index], decode_tokens, taken)
     assert (decode_tokens + taken) / period_us > 0.999 * tokens / sequential_us
 

@@ -109,6 +109,7 @@ BROKEN = {
     "shares sum": lambda p: _shares(p, 0.6),
     "not a multiple of tile=": lambda p: replace(p, b_dense=500),
     "decode_tokens=": lambda p: replace(p, decode_tokens=600),
+    "decode_context=0": lambda p: replace(p, decode_context=0.0),
     "period_us=": lambda p: replace(p, period_us=float("nan")),
     "phases end at": lambda p: replace(p, phases=p.phases[:-1]),
     "of its work": lambda p: _change(p, "o_proj", 0, best_us=0.25),
