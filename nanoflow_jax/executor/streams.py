@@ -49,14 +49,14 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> li
     for equation in jaxpr.eqns:
         inputs = [value(atom) for atom in equation.invars]
         called = equation.params.get(_CALLS.get(equation.primitive.name, ""))
-        if called is not None:
-            results = _evaluate(called.jaxpr, called.consts, inputs)
-        else:
-            # Names of scopes within the function would be lost, by which a profile is read.
-            source = equation.source_info
-            name_stack = source_info_util.current_name_stack() + source.name_stack
-            with source_info_util.user_context(source.traceback, name_stack=name_stack):
+        # Names of scopes within the function would be lost, by which a profile is read.
+        source = equation.source_info
+        name_stack = source_info_util.current_name_stack() + source.name_stack
+        with source_info_util.user_context(source.traceback, name_stack=name_stack):
+            if called is not None:
+                results = _evaluate(called.jaxpr, called.consts, inputs)
+            else:
                 results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-            results = results if equation.primitive.multiple_results else [results]
+                results = results if equation.primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]

@@ -22,6 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nanoflow_jax.batch import BatchShape, packed_size
+from nanoflow_jax.compare.names import scopes
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.step import ExecutionMode, step_function
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
@@ -65,6 +66,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
         "fused_calls": fused_calls(compiled.as_text()),
+        "unnamed_kernels": unnamed_kernels(compiled.as_text()),
         "empty_starts": sum("kAsyncStart" in line and "No thunks" in after for line, after in itertools.pairwise(lines)),
     }))  # fmt: skip
 
@@ -73,6 +75,12 @@ def thunks(dump: str) -> list[str]:
     paths = [path for path in glob.glob(f"{dump}/*thunk_sequence.txt") if "forward" in path]
     with open(max(paths, key=os.path.getsize)) as lines:
         return lines.read().splitlines()
+
+
+def unnamed_kernels(hlo: str) -> list[str]:
+    """Our kernels of which the module does not tell whose nano-operation they are."""
+    calls = re.findall(r"^\s*(?:ROOT )?(%\S+) = .*mosaic_gpu", hlo, re.MULTILINE)
+    return [name for name in calls if name.removeprefix("%") not in scopes(hlo)]
 
 
 def fused_calls(hlo: str) -> int:

@@ -40,6 +40,11 @@ def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]
 
 
 @pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
+def test_a_profile_can_tell_whose_kernels_are_whose(plan: str) -> None:
+    assert len(schedule(plan, "streams")["unnamed_kernels"]) == 1, "logits belong to no nano-operation"
+
+
+@pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
 def test_nothing_waits_for_regions_that_do_nothing(plan: str) -> None:
     """XLA makes such ones of what a region has for results if there are several."""
     assert schedule(plan, "streams")["empty_starts"] == 0
