@@ -37,7 +37,7 @@ from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import RunnerConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.kernels import KernelChoice
-from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
+from nanoflow_jax.kv_cache import CLAIMED_MEMORY, claim_device_memory, free_device_bytes
 from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
@@ -51,7 +51,7 @@ from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
-    claim_device_memory(0.95)
+    claim_device_memory(CLAIMED_MEMORY)
     conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
     longest = max(each.total for each in conversations) if conversations else args.input + args.output
     if args.model in PRESETS and longest > PRESETS[args.model].max_context:

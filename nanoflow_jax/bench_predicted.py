@@ -32,8 +32,8 @@ from nanoflow_jax.batch import Batch, BatchShape
 from nanoflow_jax.bench import make_requests, print_table, run, sizes_for
 from nanoflow_jax.compare.searched import SearchError
 from nanoflow_jax.config import ModelConfig, preset
-from nanoflow_jax.executor.runner import RunnerConfig, step_sizes
-from nanoflow_jax.kv_cache import DUMMY_PAGE, page_bytes, pages_that_fit, step_bytes
+from nanoflow_jax.executor.runner import RunnerConfig, step_shapes
+from nanoflow_jax.kv_cache import CLAIMED_MEMORY, DUMMY_PAGE, page_bytes, pages_that_fit, rounded_pages, step_bytes
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import TILE, PlanSet, period_of_batch_us
 from nanoflow_jax.runtime.bench import NullRunner
@@ -43,10 +43,6 @@ from nanoflow_jax.runtime.request import Request
 from nanoflow_jax.runtime.sizing import sizes_from
 from nanoflow_jax.runtime.step_records import StepRecord, summarise
 
-# What `bench` lets jax have of a GPU.
-_CLAIMED = 0.95
-# As `executor.runner.ModelRunner` rounds the pool it finds room for.
-_POOL_BITS = 10
 _ITEMSIZE = 2
 _QUARTERS = 4
 
@@ -121,7 +117,7 @@ def predict(args: argparse.Namespace) -> dict:
     if plans is not None:
         _check_plans(plans, model, args)
     memory_bytes = price([]).memory_bytes if args.device_memory_gb is None else 1e9 * args.device_memory_gb
-    claimed = int(_CLAIMED * memory_bytes)
+    claimed = int(CLAIMED_MEMORY * memory_bytes)
     sizes = sizes_for(args, plans, claimed)
     options = RunnerConfig(
         b_dense=sizes["b_dense"],
@@ -197,17 +193,13 @@ def pool_pages(model: ModelConfig, options: RunnerConfig, tp: int, free_bytes: i
     free = int(free_bytes - model.num_params * _ITEMSIZE / tp)
     one = page_bytes(model, layout, options.page_size, jnp.dtype(jnp.bfloat16))
     pages = pages_that_fit(int(free * options.memory_fraction), one, reserve_bytes=beside)
-    unit = max(0, pages.bit_length() - _POOL_BITS)
     useful = 1 + num_rows * -(-model.max_context // options.page_size)
-    return min(useful, pages >> unit << unit)
+    return min(useful, rounded_pages(pages))
 
 
 def shapes_of(model: ModelConfig, options: RunnerConfig) -> tuple[BatchShape, ...]:
     """The shapes that `executor.runner.ModelRunner` would compile on a GPU."""
-    sizes = {*(options.step_sizes or step_sizes(options.b_dense, on_gpu=True)), options.b_dense}
-    sizes |= {plan.b_dense for plan in options.plans.plans} if options.plans else set()
-    columns = -(-model.max_context // options.page_size)
-    return tuple(BatchShape(n, min(n, options.max_sequences), columns) for n in sorted(sizes) if n <= options.b_dense)
+    return step_shapes(options, -(-model.max_context // options.page_size), on_gpu=True)
 
 
 def simulate(

@@ -14,6 +14,10 @@ from nanoflow_jax.parallel import TP, ParallelLayout
 
 DUMMY_PAGE = 0
 KV_PARTITION = PartitionSpec(None, TP)
+CLAIMED_MEMORY = 0.95
+"""Share of a GPU's memory that servers and benchmarks let jax have; the rest is for the driver, NCCL and programs."""
+# Leading bits of the number of pages that fit which count; the rest, at most 0.2 %, stays free.
+_POOL_BITS = 10
 
 
 @dataclasses.dataclass
@@ -83,6 +87,15 @@ def step_bytes(config: ModelConfig, layout: ParallelLayout, *, b_dense: int, num
     return copies * logits + 4 * 4 * b_dense * widest
 
 
+def rounded_pages(pages: int) -> int:
+    """At most `pages`, of which only the leading bits count.
+
+    Free memory is not the same to the byte in every start; the pool's size should be, or no program on disk fits it.
+    """
+    unit = max(0, pages.bit_length() - _POOL_BITS)
+    return pages >> unit << unit
+
+
 def pages_that_fit(free_bytes: int, bytes_per_page: int, *, reserve_bytes: int) -> int:
     """Pages that fit in `free_bytes` once `reserve_bytes` are left for activations.
 
@@ -93,6 +106,6 @@ def pages_that_fit(free_bytes: int, bytes_per_page: int, *, reserve_bytes: int) 
     if pages < 2:
         raise ValueError(
             f"the KV cache does not fit: {free_bytes / 2**30:.2f} GiB free, {reserve_bytes / 2**30:.2f} GiB kept for "
-            f"activations, one page takes {bytes_per_page / 2**20:.2f} MiB"
+            f"steps, one page takes {bytes_per_page / 2**20:.2f} MiB"
         )
     return pages

@@ -289,9 +289,9 @@ def period_of_batch_us(
     """Predicted period of the plan for a batch that fills its places in part; `period_us` for one that fills them all.
 
     Each phase lasts as long as the nano-operation in it that has most of its work left: what ran beside it has no more SMs when
-    it is done sooner. GEMMs leave out padding behind the last token of their nano-batch that is in use, down to
-    ROWS_PER_WEIGHT_READ, and take ROWS_PER_LAUNCH more; attention has no more to do than there are tokens; collectives send
-    padding, too.
+    it is done sooner. GEMMs leave out padding behind the last token of their nano-batch that is in use (ours do, but for fused
+    ones), down to ROWS_PER_WEIGHT_READ if there is any, and take ROWS_PER_LAUNCH more; attention has no more to do than there
+    are tokens; collectives send padding, too.
 
     Args:
       decode_context: tokens in the cache of a decoding sequence, on average; attention takes so much longer, or shorter, than
@@ -323,7 +323,7 @@ def _work_left(plan: PipelinePlan, nano: NanoOperation, decode_tokens: int, pref
     used = _used_tokens(plan, tokens, decode_tokens, prefill_tokens)
     if nano.operation in ("decode_attention", "prefill_attention"):
         return used / tokens.tokens
-    multiplied = max(used, min(tokens.tokens, ROWS_PER_WEIGHT_READ))
+    multiplied = max(used, min(tokens.tokens, ROWS_PER_WEIGHT_READ)) if used else 0
     return (multiplied + ROWS_PER_LAUNCH) / (tokens.tokens + ROWS_PER_LAUNCH)
 
 

@@ -128,9 +128,13 @@ def best_entry(job: cases.Job, seconds: dict[str, Any]) -> dict[str, Any] | None
 
 
 def entries_beside(rows: Iterable[timing.Row]) -> Iterator[dict[str, Any]]:
-    """The table's entries from `bench.beside`'s rows: of those of one shape, which come together, the one that gains most."""
+    """The table's entries from `bench.beside`'s rows: of those of one shape, which come together, the one that gains most.
+
+    Clusters are left out: nothing but the benchmark starts attention in pairs beside them.
+    """
     for _, same in itertools.groupby(rows, lambda row: [row.figures[name] for name in (*_SHAPE, "gemm_sms", "attention_sms")]):
-        yield _entry_beside(max(same, key=lambda row: row.speedup))
+        alone = [row for row in same if row.figures["config"]["cluster"] == 1]
+        yield _entry_beside(max(alone, key=lambda row: row.speedup))
 
 
 def _entry_beside(row: timing.Row) -> dict[str, Any]:
@@ -169,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = sorted(set(options.kernels) - {*cases.ROWS, "beside"})
     if unknown:
         parser.error(f"unknown kernels {', '.join(unknown)}; there are {', '.join(cases.ROWS)}, beside")
+    if "beside" in options.kernels and (options.steady or len(options.num_sms or ()) > 1):
+        parser.error("beside divides one number of SMs and takes turns of its own: neither several --num-sms nor --steady")
     try:
         device = _mosaic.require_hopper("gemm", 1)
     except _mosaic.UnsupportedDeviceError as error:
@@ -184,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for entry in entries_beside(beside.benchmark(kernel, sms, **given)):
                 print(json.dumps(entry), flush=True)
                 _save(out, "gemm", entry)
+                if time.monotonic() > end:
+                    break
             continue
         found = jobs(kernel, sms, options.rows, options.names, all_sms=device.num_sms, steady=options.steady)
         # Measuring a shape takes a fraction of the time of compiling its variants.

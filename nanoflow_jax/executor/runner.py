@@ -25,7 +25,14 @@ from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.executor.step import ExecutionMode, sample_step, step_function
 from nanoflow_jax.kernels import KernelChoice, best_choice
-from nanoflow_jax.kv_cache import create_kv_cache, free_device_bytes, page_bytes, pages_that_fit, step_bytes
+from nanoflow_jax.kv_cache import (
+    create_kv_cache,
+    free_device_bytes,
+    page_bytes,
+    pages_that_fit,
+    rounded_pages,
+    step_bytes,
+)
 from nanoflow_jax.models.decoder import Decoder
 from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import PipelinePlan, PlanSet
@@ -38,8 +45,6 @@ KVOffload = Literal["off", "on", "both"]
 _DEFAULT_POOL_BYTES = 1 << 30
 # Steps whose K and V may be on their way to the host at once: what `runtime.kv_offload` lets wait, and two in flight.
 _STEPS_LEAVING = 6
-# Leading bits of the number of pages that fit which count; the rest, at most 0.2 %, stays free.
-_POOL_BITS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,14 @@ def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:
     return [*sizes, b_dense]
 
 
+def step_shapes(options: RunnerConfig, pages_per_seq: int, *, on_gpu: bool) -> tuple[BatchShape, ...]:
+    """The shapes to compile, ascending; the last has b_dense tokens."""
+    sizes = {*(options.step_sizes or step_sizes(options.b_dense, on_gpu=on_gpu)), options.b_dense}
+    sizes |= {plan.b_dense for plan in (options.plans.plans if options.plans else ())}
+    rows = options.max_sequences
+    return tuple(BatchShape(size, min(size, rows), pages_per_seq) for size in sorted(sizes) if size <= options.b_dense)
+
+
 class ModelRunner:
     """Runs steps of one model on one mesh. Not thread-safe: one thread launches, in order.
 
@@ -152,13 +165,7 @@ class ModelRunner:
         self._on_gpu = device.platform == "gpu"
         self.plan_set = options.plans
         self.plans = options.plans.plans if options.plans else ()
-        sizes = set(options.step_sizes or step_sizes(options.b_dense, on_gpu=self._on_gpu))
-        sizes |= {options.b_dense, *(plan.b_dense for plan in self.plans)}
-        self.shapes = tuple(
-            BatchShape(size, min(size, self.max_sequences), self.pages_per_seq)
-            for size in sorted(sizes)
-            if size <= options.b_dense
-        )
+        self.shapes = step_shapes(options, self.pages_per_seq, on_gpu=self._on_gpu)
         self.num_compilations = self.num_loaded = 0
         bytes_per_page = page_bytes(config, layout, options.page_size, dtype)
         self.num_pages = options.num_pages or self._pages_from_memory(options, bytes_per_page)
@@ -323,8 +330,7 @@ class ModelRunner:
         useful = 1 + options.max_sequences * self.pages_per_seq
         reserve = 0 if free is None else self._bytes_beside_pool(options, bytes_per_page // options.page_size)
         pages = pages_that_fit(budget, bytes_per_page, reserve_bytes=reserve)
-        # Free memory is not the same to the byte in every start; the pool's size should be, or nothing on disk fits it.
-        return min(useful, pages >> (unit := max(0, pages.bit_length() - _POOL_BITS)) << unit)
+        return min(useful, rounded_pages(pages))
 
     def _bytes_beside_pool(self, options: RunnerConfig, kv_bytes_per_token: int) -> int:
         num_bytes = step_bytes(

@@ -24,9 +24,12 @@ def choose_plan(
     priced for the places that the batch fills. None is sequential execution, which takes all.
 
     Args:
-      decode_context: tokens in the cache of a decoding sequence, on average; None: as many as the plans were made for.
+      decode_context: tokens in the cache of a decoding sequence, on average; None: as many as the plans were made for. It
+        counts where both sides know its cost: plans by their own contexts, sequential execution by records of several mixes.
     """
     tokens = decode_tokens + prefill_tokens
+    if _usual_context(plans.sequential) is None or any(plan.decode_context is None for plan in plans.plans):
+        decode_context = None
     if plans.crossover_tokens is None or tokens == 0:
         return None, prefill_tokens
     best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens, decode_context), None, prefill_tokens)
@@ -50,9 +53,10 @@ def _sequential_us(
 
 
 def _usual_context(recorded: Sequence[SequentialTime]) -> float | None:
-    """The mean of the recorded contexts; None where one is missing."""
+    """The mean of the recorded contexts; None where one is missing, or where they are of one mix, which is only scaled."""
     contexts = [s.decode_context for s in recorded if s.decode_context]
-    return sum(contexts) / len(contexts) if contexts and len(contexts) == len(recorded) else None
+    complete = len(contexts) == len(recorded) and len({s.decode_tokens / s.b_dense for s in recorded}) > 1
+    return sum(contexts) / len(contexts) if complete else None
 
 
 @functools.lru_cache(maxsize=8)

@@ -105,9 +105,10 @@ def test_beside_reports_the_amount_of_attention_that_gains_most(monkeypatch, cap
 
 
 def test_tuning_beside_keeps_what_gains_most(monkeypatch, tmp_path, capsys):
-    def row(m: int, tile_n: int, gain: float) -> timing.Row:
+    def row(m: int, tile_n: int, gain: float, cluster: int = 1) -> timing.Row:
+        config = dataclasses.asdict(GemmConfig(tile_m=128, tile_n=tile_n, cluster=cluster))
         figures = {
-            "m": m, "n": 512, "k": 256, "swiglu": False, "config": dataclasses.asdict(GemmConfig(tile_m=128, tile_n=tile_n)),
+            "m": m, "n": 512, "k": 256, "swiglu": False, "config": config,
             "gemm_sms": 100, "attention_sms": 32, "gemm_us": 50.0,
         }  # fmt: skip
         return timing.Row(
@@ -120,7 +121,7 @@ def test_tuning_beside_keeps_what_gains_most(monkeypatch, tmp_path, capsys):
             figures=figures,
         )
 
-    rows = [row(512, 64, 1.1), row(512, 128, 1.3), row(512, 192, 1.2), row(1024, 64, 0.9)]
+    rows = [row(512, 64, 1.1), row(512, 128, 1.3), row(512, 192, 1.2), row(512, 128, 1.6, cluster=2), row(1024, 64, 0.9)]
     monkeypatch.setattr(beside, "benchmark", lambda *_, **given: iter(rows))
     monkeypatch.setattr(tune._mosaic, "require_hopper", lambda *_: _mosaic.Device("NVIDIA H200", 132))
     table = tmp_path / "h200.json"
@@ -131,6 +132,10 @@ def test_tuning_beside_keeps_what_gains_most(monkeypatch, tmp_path, capsys):
         (1024, 100, 64, {"32": 0.9}),
     ]
     assert len(capsys.readouterr().out.splitlines()) == 2
+    for refused in (["--steady"], ["--num-sms", "132,100"]):
+        with pytest.raises(SystemExit):
+            tune.main(["beside", *refused, "--out", str(table)])
+        assert "beside divides one number of SMs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("projection", cases.selected(cases.PROJECTIONS, beside.NAMES), ids=lambda p: p.name)
