@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape
@@ -42,38 +43,17 @@ from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.request import Request
 from nanoflow_jax.runtime.sizing import sizes_from
 from nanoflow_jax.runtime.step_records import StepRecord, summarise
+from nanoflow_jax.workload import StepMix
 
 _ITEMSIZE = 2
 _QUARTERS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchedStep:
-    """What a step computes; the fields but the last two are those of `search.step_times.StepMix`.
+class LaunchedStep(StepMix, frozen=True, array_like=True):
+    """A step's mix, the pages of the pool that its rows hold, and the index of its plan, None if sequential."""
 
-    Attributes:
-      padded_tokens: of the step's shape.
-      gemm_tokens, logit_rows: what GEMMs multiply, padding included as far as they do not leave it out.
-      rows: sequences in the step.
-      decode_context, prefill_context: mean keys that a token of the kind attends to.
-      pages: pages of the pool that the step's rows hold.
-      plan: index of the plan, None if sequential.
-    """
-
-    padded_tokens: int
-    gemm_tokens: int
-    logit_rows: int
-    rows: int
-    decode_tokens: int
-    decode_context: float
-    prefill_tokens: int
-    prefill_context: float
     pages: int
     plan: int | None
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_tokens + self.prefill_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +153,7 @@ def prices_of(model: str, hardware: str, tp: int, profile: str, steps: Sequence[
     """
     options = {"--model": model, "--hardware": hardware, "--tp": str(tp), "--profile": profile}
     command = [sys.executable, "-m", "search.step_times", *(word for option in options.items() for word in option)]
-    mixes = json.dumps([dataclasses.astuple(step)[:-2] for step in steps])
+    mixes = msgspec.json.encode(steps).decode()  # what a launched step has besides its mix comes last and is passed over
     done = subprocess.run(command, input=mixes, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import msgspec
+
 
 class WorkloadError(ValueError):
     """A workload that is neither a known name nor `prompt:output`."""
@@ -52,6 +54,34 @@ class BatchMix:
     @property
     def prefill_tokens(self) -> int:
         return self.b_dense - self.decode_tokens
+
+
+class StepMix(msgspec.Struct, frozen=True, array_like=True):
+    """What one step computes; contexts are mean keys per token.
+
+    `padded_tokens` is the compiled shape, what collectives send; `gemm_tokens` are those that GEMMs multiply, `logit_rows` the
+    rows whose logits are computed, `rows` those in use.
+    """
+
+    padded_tokens: int
+    gemm_tokens: int
+    logit_rows: int
+    rows: int
+    decode_tokens: int
+    decode_context: float
+    prefill_tokens: int
+    prefill_context: float
+
+    def __post_init__(self) -> None:
+        counts = (self.decode_tokens, self.prefill_tokens, self.decode_context, self.prefill_context)
+        if min(counts) < 0 or not 0 < self.tokens <= self.gemm_tokens <= self.padded_tokens:
+            raise ValueError(f"{self}: of {self.padded_tokens} tokens, some must be computed, and GEMMs multiply all of these")
+        if not 0 < self.rows <= self.logit_rows:
+            raise ValueError(f"{self}: of {self.logit_rows} rows of logits, some must be in use")
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_tokens + self.prefill_tokens
 
 
 # Means of the traces as the NanoFlow paper's Table 4 prints them.

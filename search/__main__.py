@@ -111,10 +111,7 @@ def _add_profile(sub: argparse.ArgumentParser) -> None:
 def _load_profile(name: str, model: ModelConfig, device: str, tp: int, mixes: Sequence[BatchMix]) -> ProfileTable:
     if name == "analytic":
         return analytic_profile(model, hardware(device), tp, mixes)
-    table = profile_table.decode(Path(name).read_bytes())
-    if (table.device, table.tp) != (device, tp):
-        raise ProfileError(f"profile {name} is of {table.tp} x {table.device}, asked for {tp} x {device}")
-    return table
+    return profile_table.read(Path(name), device, tp)
 
 
 def _solve(args: argparse.Namespace, model: ModelConfig, table: ProfileTable, mix: BatchMix) -> "Outcome":

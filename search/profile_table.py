@@ -8,6 +8,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -138,6 +139,19 @@ def decode(text: bytes) -> ProfileTable:
         return msgspec.json.decode(text, type=ProfileTable)
     except msgspec.MsgspecError as error:
         raise ProfileError(f"not a profile of format version {FORMAT_VERSION}: {error}") from error
+
+
+def read(path: Path, device: str, tp: int) -> ProfileTable:
+    """The table in a file.
+
+    Raises:
+      ProfileError: it holds none, or one of other devices or another number of ranks.
+      OSError: it cannot be read.
+    """
+    table = decode(path.read_bytes())
+    if (table.device, table.tp) != (device, tp):
+        raise ProfileError(f"profile {path} is of {table.tp} x {table.device}, asked for {tp} x {device}")
+    return table
 
 
 def kernel_of(model: ModelConfig, tp: int, partition: Partition, operation: str) -> Kernel:

@@ -1,7 +1,7 @@
 """Prices steps of an engine: `python -m search.step_times --model llama3-8b --hardware h200 --profile FILE < steps.json`.
 
-Standard input is a JSON array of steps, each an array of `StepMix`'s fields in order; standard output one `StepPrices`. The
-runtime's benchmarks ask for it in this way, because it is the profile and the hardware table that know.
+Standard input is a JSON array of steps, each an array that begins with `StepMix`'s fields; standard output one `StepPrices`.
+The runtime's benchmarks ask for it in this way, because it is the profile and the hardware table that know.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import msgspec
 
 from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.plan import TILE, Operation, Partition, Resource, layer_graph
-from nanoflow_jax.workload import BatchMix
+from nanoflow_jax.workload import BatchMix, StepMix
 from search import profile_table
 from search.analytic import LAUNCH_US, analytic_profile, gemm_rate, kernel_energy_j, kernel_work, streaming_bandwidth
 from search.cost_model import InfeasibleError, check_split
@@ -24,34 +24,6 @@ from search.profile_table import Kernel, ProfileError, ProfileTable, Timing, ker
 
 _CONTEXTS_OF_ANALYTIC = 9
 _LOGIT_BYTES = 4
-
-
-class StepMix(msgspec.Struct, frozen=True, array_like=True):
-    """What one step computes; contexts are mean keys per token.
-
-    `padded_tokens` is the compiled shape, what collectives send; `gemm_tokens` are those that GEMMs multiply, `logit_rows` the
-    rows whose logits are computed, `rows` those in use.
-    """
-
-    padded_tokens: int
-    gemm_tokens: int
-    logit_rows: int
-    rows: int
-    decode_tokens: int
-    decode_context: float
-    prefill_tokens: int
-    prefill_context: float
-
-    def __post_init__(self) -> None:
-        counts = (self.decode_tokens, self.prefill_tokens, self.decode_context, self.prefill_context)
-        if min(counts) < 0 or not 0 < self.tokens <= self.gemm_tokens <= self.padded_tokens:
-            raise ValueError(f"{self}: of {self.padded_tokens} tokens, some must be computed, and GEMMs multiply all of these")
-        if not 0 < self.rows <= self.logit_rows:
-            raise ValueError(f"{self}: of {self.logit_rows} rows of logits, some must be in use")
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_tokens + self.prefill_tokens
 
 
 class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,10 +130,7 @@ def load_table(name: str, model: ModelConfig, device: Hardware, tp: int, steps: 
       ProfileError: it is no profile, or one of other devices.
     """
     if name != "analytic":
-        table = profile_table.decode(Path(name).read_bytes())
-        if (table.device, table.tp) != (device.name, tp):
-            raise ProfileError(f"profile {name} is of {table.tp} x {table.device}, asked for {tp} x {device.name}")
-        return table
+        return profile_table.read(Path(name), device.name, tp)
     most = max((step.padded_tokens for step in steps), default=0)
     b_dense = max(2, -(-most // TILE)) * TILE
     longest = max((max(step.decode_context, step.prefill_context) for step in steps), default=0.0)

@@ -1,10 +1,9 @@
 """Which plan, if any, the next step is executed by; plans from files, and those that come with the program."""
 
 import functools
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,11 +27,12 @@ def choose_plan(
         counts where both sides know its cost: plans by their own contexts, sequential execution by records of several mixes.
     """
     tokens = decode_tokens + prefill_tokens
-    if _usual_context(plans.sequential) is None or any(plan.decode_context is None for plan in plans.plans):
-        decode_context = None
     if plans.crossover_tokens is None or tokens == 0:
         return None, prefill_tokens
-    best = (tokens / _sequential_us(plans.sequential, decode_tokens, prefill_tokens, decode_context), None, prefill_tokens)
+    sequential = _fitted(plans.sequential)
+    if sequential.usual_context is None or any(plan.decode_context is None for plan in plans.plans):
+        decode_context = None
+    best = (tokens / sequential.layer_us(decode_tokens, prefill_tokens, decode_context), None, prefill_tokens)
     for index, plan in enumerate(plans.plans):
         taken = min(prefill_tokens, plan.b_dense - plan.decode_tokens)
         fits = decode_tokens <= plan.decode_tokens and decode_tokens + taken > 0
@@ -42,42 +42,41 @@ def choose_plan(
     return best[1], best[2]
 
 
-def _sequential_us(
-    recorded: tuple[SequentialTime, ...], decode_tokens: int, prefill_tokens: int, decode_context: float | None
-) -> float:
-    """A layer's time by the recorded ones."""
-    constant, per_token, per_decoding = _fitted(recorded)
-    usual = _usual_context(recorded)
-    longer = decode_context / usual if decode_context and usual else 1.0
-    return constant + per_token * (decode_tokens + prefill_tokens) + per_decoding * longer * decode_tokens
+class _Fit(NamedTuple):
+    """Microseconds of a layer whatever the batch, for each token, and how many more for each that decodes in `usual_context`,
+    which is None where contexts are not told apart."""
 
+    constant: float
+    per_token: float
+    per_decoding: float
+    usual_context: float | None
 
-def _usual_context(recorded: Sequence[SequentialTime]) -> float | None:
-    """The mean of the recorded contexts; None where one is missing, or where they are of one mix, which is only scaled."""
-    contexts = [s.decode_context for s in recorded if s.decode_context]
-    complete = len(contexts) == len(recorded) and len({s.decode_tokens / s.b_dense for s in recorded}) > 1
-    return sum(contexts) / len(contexts) if complete else None
+    def layer_us(self, decode_tokens: int, prefill_tokens: int, decode_context: float | None) -> float:
+        longer = decode_context / self.usual_context if decode_context and self.usual_context else 1.0
+        tokens = decode_tokens + prefill_tokens
+        return self.constant + self.per_token * tokens + self.per_decoding * longer * decode_tokens
 
 
 @functools.lru_cache(maxsize=8)
-def _fitted(recorded: tuple[SequentialTime, ...]) -> tuple[float, float, float]:
-    """Microseconds of a layer whatever the batch, for each token, and how many more for each that decodes in a usual context.
+def _fitted(recorded: tuple[SequentialTime, ...]) -> _Fit:
+    """Least squares over relative errors.
 
-    Least squares over relative errors. Steps are rarely of a recorded mix, and one of mostly prompt tokens takes far less time
-    than one of as many tokens that decode. Fewer records say less: those of one mix can only be scaled.
+    Steps are rarely of a recorded mix, and one of mostly prompt tokens takes far less time than one of as many tokens that
+    decode. Fewer records say less: those of one mix can only be scaled.
     """
     if len({s.decode_tokens / s.b_dense for s in recorded}) < 2:
         largest = max(recorded, key=lambda s: s.b_dense)
-        return 0.0, largest.layer_us / largest.b_dense, 0.0
-    usual = _usual_context(recorded)
+        return _Fit(0.0, largest.layer_us / largest.b_dense, 0.0, None)
+    contexts = [s.decode_context for s in recorded if s.decode_context]
+    usual = sum(contexts) / len(contexts) if len(contexts) == len(recorded) else None
     weights = [s.decode_context / usual if usual and s.decode_context else 1.0 for s in recorded]
     terms = np.array([[1.0, s.b_dense, w * s.decode_tokens] for s, w in zip(recorded, weights, strict=True)])
     terms /= [[s.layer_us] for s in recorded]
-    whole = np.linalg.lstsq(terms, np.ones(len(recorded)), rcond=None)[0]
-    if np.linalg.matrix_rank(terms) == terms.shape[1] and whole[0] >= 0:
-        return float(whole[0]), float(whole[1]), float(whole[2])
-    per_token, per_decoding = np.linalg.lstsq(terms[:, 1:], np.ones(len(recorded)), rcond=None)[0]
-    return 0.0, float(per_token), float(per_decoding)
+    constant, per_token, per_decoding = np.linalg.lstsq(terms, np.ones(len(recorded)), rcond=None)[0]
+    if np.linalg.matrix_rank(terms) < terms.shape[1] or constant < 0:
+        constant = 0.0
+        per_token, per_decoding = np.linalg.lstsq(terms[:, 1:], np.ones(len(recorded)), rcond=None)[0]
+    return _Fit(float(constant), float(per_token), float(per_decoding), usual)
 
 
 def read_plans(path: Path) -> PlanSet:

@@ -20,12 +20,12 @@ from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import PlanSet, SequentialTime, period_of_batch_us
 from nanoflow_jax.runtime.bench import NullRunner
 from nanoflow_jax.runtime.engine import Engine
-from nanoflow_jax.workload import BatchMix
+from nanoflow_jax.workload import BatchMix, StepMix
 from search import profile_table
 from search.hardware import hardware
 from search.problem import Costing
 from search.profile_table import ProfileError
-from search.step_times import StepMix, load_table, step_prices
+from search.step_times import load_table, step_prices
 from search.step_times import main as step_times
 
 _ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_times_of_steps_follow_layers_plans_and_power():
     assert by_plan < 32 * plan.period_us  # its contexts are a little longer
     assert bench_predicted.step_us(32, plans, steps, prices) == [3207.0, by_plan, 4000.0, 1e9]
     # A batch that fills fewer of the plan's places takes what the batcher chose the plan by.
-    part = dataclasses.replace(_step(0), decode_tokens=700, prefill_tokens=400)
+    part = msgspec.structs.replace(_step(0), decode_tokens=700, prefill_tokens=400)
     period = period_of_batch_us(plan, 700, 400, 700.0)
     assert period < plan.period_us
     assert bench_predicted.step_us(32, plans, [part], Prices(0.0, [1.0], [7.0], None)) == [32 * period + 7.0]
