@@ -1,6 +1,7 @@
 """Compiles on all cores, measures one at a time: hundreds of kernels take far longer to compile than to time."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -62,6 +63,7 @@ def _work(
     quiet: AbstractContextManager[Any],
     deadline: float,
 ) -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the workers share one device: none may take all of its memory
     prepared = []
     for job in jobs:
         if time.time() > deadline:

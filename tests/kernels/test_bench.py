@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import time
 import types
 
@@ -66,6 +67,10 @@ def test_steady_time_is_one_call_of_a_program_that_has_settled(monkeypatch):
     assert timing.steady_seconds(timing.Chain(run, 2), [()], settle=0.05, measure=0.1) == pytest.approx(1e-3)
 
 
+def _preallocates(job: str, prepared: str) -> str | None:
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")
+
+
 def _prepare(job: str, quiet: object) -> str:
     if job == "unprepared":
         raise ValueError(job)
@@ -78,6 +83,11 @@ def _measure(job: str, prepared: str) -> str:
     if job == "stuck":
         time.sleep(600)
     return prepared
+
+
+def test_workers_leave_each_other_room_on_the_device():
+    [(_, preallocate)] = parallel.run(["a"], _prepare, _preallocates, workers=1)
+    assert preallocate == "false"
 
 
 def test_parallel_keeps_order_and_outlives_failures():
