@@ -121,7 +121,7 @@ def _attend(
     first_sm: int,
     **scratch: Any,
 ) -> None:
-    wg, sm = lax.axis_index("wg"), _cta(plan) - first_sm
+    wg, sm = lax.axis_index("wg"), lax.axis_index("sm") - first_sm
 
     @pl.when((wg == plan.config.workers) & (sm >= 0))
     def _feed() -> None:
@@ -130,10 +130,6 @@ def _attend(
     @pl.when((wg < plan.config.workers) & (sm >= 0))
     def _work() -> None:
         work_off_orders(wg, out_gmem, maxima_gmem, sums_gmem, parts_gmem, plan=plan, **scratch)
-
-
-def _cta(plan: Plan) -> Any:
-    return lax.axis_index("sm") * plan.cluster + (lax.axis_index("cta") if plan.cluster > 1 else 0)
 
 
 def combine(kv_lens: Array, out: Array, *parts: Array, plan: Plan) -> Array:

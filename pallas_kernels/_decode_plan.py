@@ -28,8 +28,6 @@ class TuningConfig:
     """Tiles of K or V that a worker's ring holds; at least 2 * tiles_per_step."""
     item_overhead: int = 1
     """What an item costs beside its tiles, in tiles, when work is divided."""
-    pairs: bool = False
-    """CTAs start two by two on neighbouring SMs, so that the SMs left to others lie in pairs, too, as clusters there need."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= fragments.WARPS:
@@ -56,10 +54,6 @@ class Plan:
     @property
     def num_workers(self) -> int:
         return self.num_sms * self.config.workers
-
-    @property
-    def cluster(self) -> int:
-        return 2 if self.config.pairs else 1
 
     @property
     def pages_per_tile(self) -> int:

@@ -53,7 +53,7 @@ def decode_attention(
 
     Raises:
       UnsupportedDeviceError: the device is no Hopper GPU.
-      ValueError: shapes do not fit each other, `num_sms` is not between 1 and the device's SMs, or odd for CTAs in pairs.
+      ValueError: shapes do not fit each other, or `num_sms` is not between 1 and the device's SMs.
       NotImplementedError: dtype, head size, group or page size outside the limits in the module's docstring.
     """
     plan = make_plan("decode_attention", q, k_pages, v_pages, block_tables, kv_lens, num_sms=num_sms, config=config)
@@ -75,10 +75,8 @@ def _run(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens:
         body,
         out_type=launch.results(plan),
         mesh=plgpu.Mesh(
-            grid=(plan.num_sms // plan.cluster,),
+            grid=(plan.num_sms,),
             grid_names=("sm",),
-            cluster=(plan.cluster,) if plan.cluster > 1 else (),
-            cluster_names=("cta",) if plan.cluster > 1 else (),
             num_threads=plan.config.workers + 1,
             thread_name="wg",
             kernel_name="decode_attention",
@@ -104,8 +102,6 @@ def make_plan(
     """What is static about attention to these arrays on `num_sms` SMs in `kernel`; raises as `decode_attention`."""
     _check(q, k_pages, v_pages, block_tables, kv_lens)
     device = _mosaic.require_hopper(kernel, num_sms)
-    if num_sms % 2 and config is not None and config.pairs:
-        raise ValueError(f"{kernel}: CTAs in pairs cannot be {num_sms=}")
     B, K, G, H = q.shape
     return Plan(
         rows=B,

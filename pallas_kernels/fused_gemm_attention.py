@@ -69,8 +69,6 @@ def gemm_with_decode_attention(
     if attention_config is None:
         attention_config = AttentionConfig(workers=2, slots=6 * 128 // q.shape[-1])
     plan = make_plan(_NAME, q, k_pages, v_pages, block_tables, kv_lens, num_sms=attention_sms, config=attention_config)
-    if plan.config.pairs:
-        raise ValueError(f"{_NAME}: its CTAs of both roles start one by one, not as {plan.config} wants")
     if q.size == 0:
         c = gemm(a, b, bias=bias, residual=residual, swiglu=swiglu, num_sms=gemm_sms + attention_sms, config=gemm_config)
         return c, jnp.zeros_like(q)

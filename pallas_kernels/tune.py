@@ -128,13 +128,9 @@ def best_entry(job: cases.Job, seconds: dict[str, Any]) -> dict[str, Any] | None
 
 
 def entries_beside(rows: Iterable[timing.Row]) -> Iterator[dict[str, Any]]:
-    """The table's entries from `bench.beside`'s rows: of those of one shape, which come together, the one that gains most.
-
-    Clusters are left out: nothing but the benchmark starts attention in pairs beside them.
-    """
+    """The table's entries from `bench.beside`'s rows: of those of one shape, which come together, the one that gains most."""
     for _, same in itertools.groupby(rows, lambda row: [row.figures[name] for name in (*_SHAPE, "gemm_sms", "attention_sms")]):
-        alone = [row for row in same if row.figures["config"]["cluster"] == 1]
-        yield _entry_beside(max(alone, key=lambda row: row.speedup))
+        yield _entry_beside(max(same, key=lambda row: row.speedup))
 
 
 def _entry_beside(row: timing.Row) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 A program is some phases between barriers, as a pipeline has them: in each, calls of the GEMM one after another on one stream
 and one call of attention on a second, each on SMs of its own. How many sequences attention reads is data (rows without tokens
 cost nothing), so one program serves every amount. The baseline is one after the other, each on all SMs, in the same run.
-
-A GEMM in clusters loads less from the L2 cache, through which attention streams, but needs neighbouring SMs. Beside such a one
-attention starts its CTAs in pairs, which leaves pairs.
 """
 
 import dataclasses
@@ -26,7 +23,7 @@ from pallas_kernels.bench import timing
 from pallas_kernels.bench.attention import Decode, normal, paged
 from pallas_kernels.bench.fused import on_stream
 from pallas_kernels.bench.gemm import PROJECTIONS, Projection, selected
-from pallas_kernels.decode_attention import TuningConfig, decode_attention
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
 
 NAMES = "8b "
@@ -43,8 +40,6 @@ _CURVE = (0.0, 0.125, 0.25, 0.5, 1.0)
 # Attention's time alone on its SMs over that of the GEMMs on theirs, around which the best amount of attention is sought.
 _ATTENTION_OVER_GEMMS = 1.2
 _AMOUNTS = (0.6, 0.75, 0.9, 1.05)
-# Configurations in clusters of two to try: which one loses least beside attention is not known to arithmetic.
-_PAIRED = 3
 # Graphs would put the streams one behind the other.
 _OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
@@ -117,8 +112,7 @@ def benchmark(
 
 
 def variants(case: Case) -> Variants:
-    """By name: what `gemm` takes by itself there, what it would take if it knew of nothing on the other SMs, cut and whole, and
-    the best few in clusters of two (`paired`).
+    """By name: what `gemm` takes by itself there, and what it would take if it knew of nothing on the other SMs, cut and whole.
 
     Where one of these is the same launch as one before, it is left out.
     """
@@ -131,27 +125,9 @@ def variants(case: Case) -> Variants:
         seconds = functools.partial(_gemm_cost.predicted_seconds, m=m, n=p.n, k=p.k, **shape)
         if of_kind:
             found[name] = min(of_kind, key=seconds)
-    found |= _paired(case, candidates)
-    launches = {
-        name: (c.tile_m, c.tile_n, c.tile_k, c.split, c.cluster, _table(case, c).tobytes()) for name, c in found.items()
-    }
+    launches = {name: (c.tile_m, c.tile_n, c.tile_k, c.split, _table(case, c).tobytes()) for name, c in found.items()}
     first = {launch: name for name, launch in reversed(launches.items())}
     return {name: c for name, c in found.items() if first[launches[name]] == name}
-
-
-def _paired(case: Case, candidates: Sequence[GemmConfig]) -> Variants:
-    """The best few tiles for clusters of two along m, each whole."""
-    p, m = case.projection, case.m
-    if case.gemm_sms % 2 or case.attention_sms % 2:
-        return {}
-    seconds = functools.partial(
-        _gemm_cost.predicted_seconds, m=m, n=p.n, k=p.k, swiglu=p.swiglu, num_sms=case.gemm_sms, beside=True
-    )
-    fitting = [dataclasses.replace(c, cluster=2) for c in candidates if 2 * c.tile_m <= m]
-    by_name: Variants = {}
-    for config in sorted((c for c in fitting if not _is_cut(case, c)), key=seconds):
-        by_name.setdefault(f"paired {config.tile_m}x{config.tile_n}", config)
-    return dict(list(by_name.items())[:_PAIRED])
 
 
 def _table(case: Case, config: GemmConfig) -> np.ndarray:
@@ -170,9 +146,7 @@ def phases(case: Case, config: GemmConfig) -> Callable[[Sequence[timing.Inputs]]
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         return gemm(a, b, swiglu=case.projection.swiglu, num_sms=case.gemm_sms, config=config)
 
-    attend = functools.partial(
-        decode_attention, num_sms=case.attention_sms, config=TuningConfig(pairs=True) if config.cluster > 1 else None
-    )
+    attend = functools.partial(decode_attention, num_sms=case.attention_sms)
 
     def run(inputs: Sequence[timing.Inputs]) -> list[Any]:
         *sets, attention = inputs
@@ -268,8 +242,7 @@ def _row(
 ) -> timing.Row:
     p = case.projection
     alone_us = 1e6 * seconds[0] / case.calls
-    cut, paired = "cut" if _is_cut(case, config) else "whole", " in pairs" if config.cluster > 1 else ""
-    shape = f"{config.tile_m}x{config.tile_n} {cut}{paired}"
+    shape = f"{config.tile_m}x{config.tile_n} {'cut' if _is_cut(case, config) else 'whole'}"
     return timing.Row(
         kernel=kernel,
         case=f"{p.name} {case.m}, {case.gemm_sms}+{case.attention_sms}, {shape}",

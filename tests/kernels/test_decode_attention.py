@@ -1,6 +1,5 @@
 """decode_attention interpreted on the CPU, compiled for an H200 without one, and on the GPU, against the plain reference."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -38,7 +37,6 @@ def _interpret(inputs: tuple[jax.Array, ...], num_sms: int, config: TuningConfig
         pytest.param([130, 64], 1, 4, 64, 64, 1, TuningConfig(workers=1, slots=4), id="one-worker"),
         # Stretches cut items of several heads.
         pytest.param([200, 0, 30], 4, 2, 64, 32, 2, _SMALL, id="several-heads"),
-        pytest.param([200, 0, 30], 4, 2, 64, 32, 4, dataclasses.replace(_SMALL, pairs=True), id="in-pairs"),
     ],
 )
 def test_matches_reference(kv_lens, K, G, H, page_size, num_sms, config):
@@ -83,14 +81,12 @@ def test_refuses_what_it_cannot_do():
         decode_attention(jnp.zeros((1, 1, 9, 64), jnp.bfloat16), k, v, tables, lens, num_sms=1)
     with pytest.raises(NotImplementedError, match="bfloat16"):
         decode_attention(q.astype(jnp.float32), k, v, tables, lens, num_sms=1)
-    with interpreted(), pytest.raises(ValueError, match="pairs cannot be num_sms=3"):
-        decode_attention(q, k, v, tables, lens, num_sms=3, config=dataclasses.replace(_SMALL, pairs=True))
     with pytest.raises(ValueError, match="slots=3"):
         TuningConfig(tiles_per_step=2, slots=3)
 
 
 def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    def case(B: int, K: int, G: int, H: int, page_size: int, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    def case(B: int, K: int, G: int, H: int, page_size: int) -> tuple[Any, tuple[Any, ...]]:
         pages = jax.ShapeDtypeStruct((4096, K, page_size, H), jnp.bfloat16)
         arguments = (
             jax.ShapeDtypeStruct((B, K, G, H), jnp.bfloat16),
@@ -99,11 +95,10 @@ def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             jax.ShapeDtypeStruct((B, 64), jnp.int32),
             jax.ShapeDtypeStruct((B,), jnp.int32),
         )
-        return functools.partial(decode_attention, **({"num_sms": 132} | options)), arguments
+        return functools.partial(decode_attention, num_sms=132), arguments
 
     return {
         "llama-3-8b": case(512, 8, 4, 128, 64),
-        "llama-3-8b in pairs": case(512, 8, 4, 128, 64, num_sms=32, config=TuningConfig(pairs=True)),
         "llama-3-70b-tp8": case(2048, 1, 8, 128, 16),
         "smollm2": case(100, 3, 3, 64, 32),
         "large-pages": case(1, 2, 7, 128, 128),
@@ -120,8 +115,8 @@ def test_compiles_for_h200_without_spills():
 # On a Hopper GPU.
 
 
-def _on_gpu(inputs: tuple[jax.Array, ...], num_sms: int, config: TuningConfig | None = None) -> np.ndarray:
-    return np.asarray(jax.jit(functools.partial(decode_attention, num_sms=num_sms, config=config))(*inputs))
+def _on_gpu(inputs: tuple[jax.Array, ...], num_sms: int) -> np.ndarray:
+    return np.asarray(jax.jit(functools.partial(decode_attention, num_sms=num_sms))(*inputs))
 
 
 @pytest.mark.gpu
@@ -134,14 +129,6 @@ def test_gpu_ragged_batch_matches_reference_for_any_num_sms(K, G, H, page_size):
     all_sms = jax.devices()[0].core_count
     for num_sms in (1, all_sms // 2, all_sms):
         paged.assert_close(_on_gpu(inputs, num_sms), wanted)
-
-
-@pytest.mark.gpu
-def test_gpu_in_pairs_gives_the_same_bits():
-    inputs = _inputs([0, 1, 63, 64, 65, 20000, *range(100, 1100, 50)], 8, 4, 128, 64)
-    for num_sms in (2, 32, 132):
-        alone, pairs = (_on_gpu(inputs, num_sms, TuningConfig(pairs=pairs)) for pairs in (False, True))
-        np.testing.assert_array_equal(alone, pairs)
 
 
 @pytest.mark.gpu
