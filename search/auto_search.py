@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE, NanoBatch, Partition, PipelinePlan, Shares
 from nanoflow_jax.workload import BatchMix
-from search.build_plan import build_plan, operation_energy
+from search.build_plan import build_plan
 from search.constant import constant
 from search.problem import GROUP_OF, Costing, build_problem
 from search.profile_table import ProfileTable
@@ -123,7 +123,7 @@ def _second_stage(
     schedules = []
     for p, s in met:
         costing = costings[p]
-        schedules.append((costing, _with_energy(tighten(as_solved(s, costing), costing), costing)))
+        schedules.append((costing, tighten(as_solved(s, costing), costing)))
     best_ideal = min(schedules, key=lambda x: x[1].period_us)
     ranked = sorted((_refined(c, s, device) for c, s in schedules), key=lambda x: x.allocation.period_us)
     # Constant shares need the rest of the time.
@@ -141,14 +141,6 @@ def _second_stage(
         solved = threads.map(lambda c: _constant(c, work, deadline, options.seed, device), few)
         found["constant"] = min(solved, key=lambda c: c.allocation.period_us)
     return found
-
-
-def _with_energy(schedule: Schedule, costing: Costing) -> Schedule:
-    """Nodes whose energy the profile does not know get the power model's."""
-    nodes = tuple(
-        n if n.energy_j is not None else dataclasses.replace(n, energy_j=operation_energy(costing, n)) for n in schedule.nodes
-    )
-    return dataclasses.replace(schedule, nodes=nodes)
 
 
 def _refined(costing: Costing, schedule: Schedule, device: Device) -> _Candidate:
@@ -178,8 +170,8 @@ def _moved(schedule: Schedule, costing: Costing, groups: frozenset[str], at: int
             return n
         start, stop = (to if t == at else t for t in (n.batch.start, n.batch.stop))
         batch = NanoBatch(start=start, stop=stop)
-        node = dataclasses.replace(n, batch=batch, best_us=costing.time_of(n.operation, batch.tokens), energy_j=None)
-        return dataclasses.replace(node, energy_j=operation_energy(costing, node))
+        best_us, energy_j = costing.time_of(n.operation, batch.tokens), costing.energy_of(n.operation, batch.tokens)
+        return dataclasses.replace(n, batch=batch, best_us=best_us, energy_j=energy_j)
 
     return dataclasses.replace(schedule, nodes=tuple(moved(n) for n in schedule.nodes))
 

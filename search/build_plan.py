@@ -1,11 +1,10 @@
 """From an allocation of shares to the plan that executors read: SM counts, nano-batches, phases, predictions."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from nanoflow_jax.plan import NanoBatch, Partition, Phase, PipelinePlan, Prediction, Resource, Shares, token_range
 from nanoflow_jax.plan_files import validate
-from search.analytic import kernel_energy_j, kernel_work
+from search.analytic import kernel_work
 from search.assemble import Intensity, Placed, Segment, fold
 from search.hardware import hardware
 from search.interference import sms_of_share
@@ -16,23 +15,11 @@ from search.schedule import Node
 from search.stage_one import StageOne
 
 
-def operation_energy(costing: Costing, node: Node) -> float | None:
-    """Joules above idle of a nano-operation by the power model; None where the profile has none."""
-    if costing.table.power is None:
-        return None
-    return kernel_energy_j(costing.table.power, *_kernel(costing, node))
-
-
-def _kernel(costing: Costing, node: Node):
-    op = next(op for op in costing.graph() if op.name == node.operation)
-    kernel = kernel_of(costing.model, costing.table.tp, costing.partition, node.operation)
-    return kernel, node.batch.tokens, costing.context(op)
-
-
 def intensity(costing: Costing, node: Node) -> Intensity:
     """Fractions of the datasheet's rates that a nano-operation reaches alone, and its watts above idle."""
     device = hardware(costing.table.device)
-    flops, moved, sent = kernel_work(*_kernel(costing, node))
+    kernel = kernel_of(costing.model, costing.table.tp, costing.partition, node.operation)
+    flops, moved, sent = kernel_work(kernel, node.batch.tokens, costing.context(costing.operation(node.operation)))
     seconds = 1e-6 * node.best_us
     return Intensity(
         compute=flops / seconds / device.peak_flops,
@@ -138,8 +125,6 @@ def sequential_phases(costing: Costing) -> tuple[tuple[str, Phase], ...]:
             operation=op.name, nano_batch=0, batch=batch, resource=op.resource, best_us=timing.time_us,
             energy_j=timing.energy_j, estimated=timing.estimated,
         )  # fmt: skip
-        if node.energy_j is None:
-            node = dataclasses.replace(node, energy_j=operation_energy(costing, node))
         use = intensity(costing, node)
         phases.append(
             (op.name, Phase(

@@ -9,13 +9,12 @@ Every weight is read twice, everything else once, and GEMMs never run on part of
 the durations of a phase's two chains differ.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range
 from nanoflow_jax.plan_files import validate
 from search.assemble import Placed, Segment, fold
-from search.build_plan import intensity, operation_energy
+from search.build_plan import intensity
 from search.interference import performance, share_of_sms
 from search.problem import Costing
 from search.schedule import Node
@@ -179,8 +178,8 @@ class _Lane:
         )  # fmt: skip
 
     def _node(self, name: str, index: int, resource: Resource) -> Node:
-        node = Node(
-            operation=name, nano_batch=index, batch=self._batches[name][index], resource=resource,
-            best_us=self._best_us(name, index), energy_j=None, estimated=True,
+        batch = self._batches[name][index]
+        return Node(
+            operation=name, nano_batch=index, batch=batch, resource=resource, best_us=self._best_us(name, index),
+            energy_j=self._costing.energy_of(name, batch.tokens), estimated=True,
         )  # fmt: skip
-        return dataclasses.replace(node, energy_j=operation_energy(self._costing, node))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.plan import TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations
 from nanoflow_jax.workload import BatchMix
+from search.analytic import kernel_energy_j
 from search.profile_table import ProfileTable, Timing, kernel_of, lookup
 
 TICKS_PER_LAYER = 2500
@@ -135,8 +136,15 @@ class Costing:
         return {"decode": self.mix.decode_context, "prefill": self.mix.prefill_context, "all": 0.0}[op.tokens]
 
     def timing(self, op: Operation, tokens: int, num_sms: int | None = None) -> Timing:
-        kernel = kernel_of(self.model, self.table.tp, self.partition, op.name)
-        timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=self.context(op))
+        """Time and energy; where the profile measured no energy it is the power model's, None without one."""
+        kernel, power, context = (
+            kernel_of(self.model, self.table.tp, self.partition, op.name),
+            self.table.power,
+            self.context(op),
+        )
+        timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=context)
+        if timing.energy_j is None and power is not None:
+            timing = dataclasses.replace(timing, energy_j=kernel_energy_j(power, kernel, tokens, context))
         if self.tick_us is None:
             return timing
         return dataclasses.replace(timing, time_us=max(1, round(timing.time_us / self.tick_us)) * self.tick_us)
@@ -145,8 +153,15 @@ class Costing:
         """Microseconds of an operation alone on the whole device."""
         key = operation, tokens
         if key not in self._times:
-            self._times[key] = self.timing(next(op for op in self.graph() if op.name == operation), tokens).time_us
+            self._times[key] = self.timing(self.operation(operation), tokens).time_us
         return self._times[key]
+
+    def energy_of(self, operation: str, tokens: int) -> float | None:
+        """Joules above idle of an operation."""
+        return self.timing(self.operation(operation), tokens).energy_j
+
+    def operation(self, name: str) -> Operation:
+        return next(op for op in self.graph() if op.name == name)
 
     @functools.cached_property
     def _times(self) -> dict[tuple[str, int], float]:

@@ -347,11 +347,15 @@ def watts_of(run: Callable[[], Any], device: Any, label: str) -> float | None:
 
 
 class GpuMachine:
-    """The GPUs that jax sees; collectives span the first `tp`."""
+    """The GPUs that jax sees; collectives span the first `tp`.
+
+    Args:
+      idle_w: above which energy counts, the power model's; measured where there is none.
+    """
 
     conditions = CONDITIONS
 
-    def __init__(self, tp: int) -> None:
+    def __init__(self, tp: int, idle_w: float | None) -> None:
         devices = jax.devices()
         if devices[0].platform != "gpu" or len(devices) < tp:
             raise ProfileError(f"profiling needs {tp} GPU(s), jax sees {[d.platform for d in devices]}")
@@ -364,7 +368,7 @@ class GpuMachine:
         jax.block_until_ready(jnp.zeros(1))  # the context draws power too, so idle is measured with it
         self._first = devices[0]
         try:
-            self._driver, self._idle_w = driver_version(), idle_watts(self._first)
+            self._driver, self._idle_w = driver_version(), idle_watts(self._first) if idle_w is None else idle_w
         except PowerError as error:
             raise ProfileError(f"profiling needs the GPU's energy: {error}") from error
 

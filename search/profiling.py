@@ -355,7 +355,7 @@ def profile_command(
     try:
         from search.profiler import GpuMachine
 
-        machine = GpuMachine(tp)
+        machine = GpuMachine(tp, device.power.idle_w if device.power else None)
     except ModuleNotFoundError as error:
         raise ProfileError(f"profiling needs the cuda extra of this package: {error}") from error
     left_s = time_limit_s - (time.monotonic() - begun)

@@ -8,12 +8,10 @@ phase, each ending when the work planned for it is done. The period is measured 
 
 import dataclasses
 
-from nanoflow_jax.plan import NanoOperation, PipelinePlan, PlanError, Resource, edges, plan_graph
+from nanoflow_jax.plan import NanoOperation, PipelinePlan, PlanError, Resource, edges
 from nanoflow_jax.plan_files import validate
-from search.analytic import kernel_energy_j
 from search.interference import performance
 from search.problem import Costing
-from search.profile_table import kernel_of
 
 LAYERS = 40
 _TOLERANCE = 1e-6
@@ -73,13 +71,7 @@ def _check_power(plan: PipelinePlan, costing: Costing) -> float | None:
     power = costing.table.power
     if power is None:
         return None
-    ops = {op.name: op for op in plan_graph(plan)}
-    joules = 0.0
-    for n in plan.nano_operations:
-        op, tokens = ops[n.operation], plan.batch_of(n).tokens
-        measured = costing.timing(op, tokens).energy_j
-        kernel = kernel_of(costing.model, plan.tp, plan.partition, n.operation)
-        joules += kernel_energy_j(power, kernel, tokens, costing.context(op)) if measured is None else measured
+    joules = sum(costing.energy_of(n.operation, plan.batch_of(n).tokens) or 0.0 for n in plan.nano_operations)
     watts = power.idle_w + 1e6 * joules / plan.period_us
     if plan.shares != "ideal" and watts > power.cap_w * (1 + _TOLERANCE):
         raise PlanError(f"the plan draws {watts:.1f} W on average, the cap is {power.cap_w} W")

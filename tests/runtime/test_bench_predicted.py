@@ -161,8 +161,11 @@ def test_times_of_steps_follow_layers_plans_and_power():
     steps = [_step(None), _step(0), _step(None), _step(0)]
     prices = Prices(0.0, [100.0] * 4, [7.0] * 4, [10.0, 10.0, 4000.0, 1e9])
     by_plan = 32 * period_of_batch_us(plan, 1024, 1024, 700.0) + 7.0
-    assert by_plan < 32 * plan.period_us  # its contexts are a little longer
     assert bench_predicted.step_us(32, plans, steps, prices) == [3207.0, by_plan, 4000.0, 1e9]
+    longer = msgspec.structs.replace(_step(0), decode_context=1400.0)
+    period = period_of_batch_us(plan, 1024, 1024, 1400.0)
+    assert 32 * period > by_plan
+    assert bench_predicted.step_us(32, plans, [longer], Prices(0.0, [1.0], [7.0], None)) == [32 * period + 7.0]
     # A batch that fills fewer of the plan's places takes what the batcher chose the plan by.
     part = msgspec.structs.replace(_step(0), decode_tokens=700, prefill_tokens=400)
     period = period_of_batch_us(plan, 700, 400, 700.0)

@@ -340,7 +340,7 @@ def test_the_command_writes_resumes_and_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "deep" / "p.json"
-    monkeypatch.setattr(profiler, "GpuMachine", lambda tp: Pretended())
+    monkeypatch.setattr(profiler, "GpuMachine", lambda tp, idle_w: Pretended())
     profile_command(preset("llama3-8b"), hardware("h200"), 1, 512, [512], out, math.inf)
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])
