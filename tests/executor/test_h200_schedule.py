@@ -18,7 +18,8 @@ from tests.executor.h200_schedule import NUM_LAYERS, PLANS
 from tests.kernels.aot import child_environment
 
 pytestmark = pytest.mark.aot
-ONE_GPU, FOUR_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4"
+ONE_GPU, FOUR_GPUS, EIGHT_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4", "llama3-70b-h200-tp8"
+_WITH_NETWORK = {"compute+memory", "compute+network"}
 
 
 @functools.cache
@@ -32,7 +33,9 @@ def schedule(plan: str, mode: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("plan", "pairs"), [(ONE_GPU, {"compute+memory"}), (FOUR_GPUS, {"compute+memory", "compute+network"})])
+@pytest.mark.parametrize(
+    ("plan", "pairs"), [(ONE_GPU, {"compute+memory"}), (FOUR_GPUS, _WITH_NETWORK), (EIGHT_GPUS, _WITH_NETWORK)]
+)
 def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]) -> None:
     found = schedule(plan, "streams")["pairs"]
     assert pairs <= found.keys()
