@@ -1,8 +1,8 @@
 """Measures kernels on the GPU at hand into a profile: alone by tokens and SMs, and in pairs for the interference maps.
 
 What is measured and in which order, what is skipped because the file has it already, what an error or a time limit leaves out
-are plain functions over a `Machine`; `profiler.py` has the one that runs kernels, and is the only part of the search that
-imports jax.
+are plain functions over a `Machine`; `profiler.py` has the one that runs kernels, and is with its programs the only part of the
+search that imports jax.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from nanoflow_jax.config import preset
 from nanoflow_jax.parallel import TP
 from search.measurement import Alone, Program, Together
 from search.profile_points import fewer_sms_requests, pairs_to_measure, requests
-from search.profiler import Workbench
+from search.profiler_programs import Workbench
 from tests.executor.h200_schedule import in_flight_together
 from tests.kernels.aot import H200
 
