@@ -56,8 +56,8 @@ def gemm(
       UnsupportedDeviceError: no Hopper GPU; `pallas_kernels.reference.gemm` runs anywhere.
       ValueError: shapes that do not fit together, an operand that is not bfloat16 (int32 for `rows`), a result that is neither
         bfloat16 nor, without a residual, float32, K or N that is not a multiple of 16 (multiples of 64 are much faster: shorter
-        swizzled rows take more TMA requests), `num_sms` out of range, or a `config` with larger clusters than there are SMs or
-        steps along K.
+        swizzled rows take more TMA requests), M above 8 that is not a multiple of 8, `num_sms` out of range, or a `config` with
+        larger clusters than there are SMs or steps along K.
     """
     device = _mosaic.require_hopper("gemm", num_sms)
     out_shape = check_operands(a, b, bias, residual, swiglu)
@@ -105,6 +105,8 @@ def check_operands(a: Array, b: Array, bias: Array | None, residual: Array | Non
     n = math.prod(out_shape[1:])
     if a.shape[1] % 16 or n % 16:
         raise ValueError(f"gemm: K={a.shape[1]} and N={n} must be multiples of 16")
+    if a.shape[0] > 8 and a.shape[0] % 8:
+        raise ValueError(f"gemm: more than 8 rows must be a multiple of 8, not {a.shape[0]}")
     return out_shape
 
 

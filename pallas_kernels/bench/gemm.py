@@ -145,7 +145,8 @@ def benchmark(
 
     `rows` replaces the usual numbers of rows, `names` keeps projections whose name contains one of them. With `sustained`, a
     case that runs a quarter of a millisecond or longer is repeated for some seconds at the power limit, and so is the baseline.
-    With `rows_in_use`, fractions of the rows, `gemm` runs with so many of them in use instead, beside itself.
+    With `rows_in_use`, fractions of the rows, `gemm` runs with so many of them in use instead, beside itself; their number is
+    rounded to a multiple of 64.
     """
     projections = selected(EXPERTS if kernel == "grouped_gemm" else (*PROJECTIONS, *([LOGITS] if names else [])), names)
     if rows_in_use:
@@ -171,7 +172,7 @@ def _benchmark_in_use(
     """The kernel that is told how many rows are in use beside that of all rows, and beside that of just so many."""
     kinds: tuple[Literal["all", "in use", "just"], ...] = ("in use", "all", "just")
     jobs = [
-        Job(p, m, (Variant("cublas"), *(Variant(of, sms, of=of) for of in kinds)), in_use=max(1, round(fraction * m)))
+        Job(p, m, (Variant("cublas"), *(Variant(of, sms, of=of) for of in kinds)), in_use=_whole_blocks(fraction * m, m))
         for m, p, sms, fraction in itertools.product(rows, projections, num_sms, fractions)
     ]
     for job, seconds in measure(jobs, workers=workers):
@@ -180,6 +181,11 @@ def _benchmark_in_use(
         yield from (dataclasses.replace(line, kernel=f"gemm {ours.name} / {line.baseline}") for line in lines)
         if sustained and lines[0].seconds >= _LONG:
             yield from _held(job, job.variants[1:], lines[0])
+
+
+def _whole_blocks(rows: float, most: int) -> int:
+    """A multiple of 64 near `rows`, as steps have them and as a GEMM of just so many can be compiled; none above `most`."""
+    return min(most, max(64, 64 * round(rows / 64)))
 
 
 def _held(job: Job, variants: Sequence[Variant], row: timing.Row) -> Iterator[timing.Row]:

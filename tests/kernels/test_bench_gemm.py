@@ -32,12 +32,12 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> None:
     monkeypatch.setattr(timing, "copies_beyond_l2", lambda _: 2)
 
 
-def _jobs(monkeypatch: pytest.MonkeyPatch, projection: cases.Projection, *parts: float) -> list[cases.Job]:
-    """What the benchmark asks to be measured for 12 rows and `parts` of them."""
+def _jobs(monkeypatch: pytest.MonkeyPatch, projection: cases.Projection, *parts: float, m: int = 128) -> list[cases.Job]:
+    """What the benchmark asks to be measured for `m` rows and `parts` of them."""
     asked: list[cases.Job] = []
     monkeypatch.setattr(cases, "measure", lambda jobs, **_: asked.extend(jobs) or [])
     monkeypatch.setattr(cases, "PROJECTIONS", (projection,))
-    assert list(cases.benchmark("gemm", [132], rows=(12,), rows_in_use=parts)) == []
+    assert list(cases.benchmark("gemm", [132], rows=(m,), rows_in_use=parts)) == []
     return asked
 
 
@@ -51,12 +51,19 @@ def test_every_variant_is_right_in_the_rows_in_use(projection, monkeypatch):
         assert cases._measure(job, prepared) == dict.fromkeys(("cublas", "in use", "all", "just"), 1e-6)
         outs = {name: chain.run(prepared.inputs())[0] for name, chain in prepared.chains.items()}
         assert {name: out.shape[0] for name, out in outs.items()} == {
-            "cublas": 12,
-            "in use": 12,
-            "all": 12,
+            "cublas": 128,
+            "in use": 128,
+            "all": 128,
             "just": job.in_use,
         }
         assert all(out.dtype == projection.out_dtype for out in outs.values())
+
+
+def test_rows_in_use_are_whole_blocks_near_their_part(monkeypatch):
+    found = {}
+    for m in (64, 384, 1024):
+        found[m] = [job.in_use for job in _jobs(monkeypatch, _TINY, 0.01, 0.5, 0.9, 1.0, m=m)]
+    assert found == {64: [64] * 4, 384: [64, 192, 320, 384], 1024: [64, 512, 896, 1024]}
 
 
 def test_a_wrong_row_in_use_is_found(monkeypatch):
@@ -69,24 +76,24 @@ def test_a_wrong_row_in_use_is_found(monkeypatch):
 def test_rows_in_use_stand_beside_all_rows_and_just_those(monkeypatch, capsys):
     def measure(jobs, *, workers):
         for job in jobs:
-            yield job, {"cublas": 9e-6, "all": 8e-6, "in use": 1e-6 * job.in_use, "just": 2e-6}
+            yield job, {"cublas": 144e-6, "all": 128e-6, "in use": 1e-6 * job.in_use, "just": 32e-6}
 
     monkeypatch.setattr(command._mosaic, "require_hopper", lambda *_: _mosaic.Device("NVIDIA H200", 132))
     monkeypatch.setattr(cases, "measure", measure)
-    command.main(["gemm", "--rows", "8", "--names", "8b qkv,logits", "--rows-in-use", "0.5,1"])
+    command.main(["gemm", "--rows", "128", "--names", "8b qkv,logits", "--rows-in-use", "0.5,1"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["kernel"], row["case"].split()[-1]) for row in rows[:4]] == [
-        ("gemm in use / all", "4/8x4096x6144"),
-        ("gemm in use / just", "4/8x4096x6144"),
-        ("gemm in use / all", "8/8x4096x6144"),
-        ("gemm in use / just", "8/8x4096x6144"),
+        ("gemm in use / all", "64/128x4096x6144"),
+        ("gemm in use / just", "64/128x4096x6144"),
+        ("gemm in use / all", "128/128x4096x6144"),
+        ("gemm in use / just", "128/128x4096x6144"),
     ]
     np.testing.assert_allclose([row["baseline_seconds"] / row["seconds"] for row in rows[:4]], [2, 0.5, 1, 0.25])
     qkv, logits = rows[0], rows[4]
-    assert qkv["flops"] == 2 * 4 * 4096 * 6144
-    assert qkv["hbm_bytes"] == 2 * (4 * 4096 + 4096 * 6144 + 4 * 6144)
+    assert qkv["flops"] == 2 * 64 * 4096 * 6144
+    assert qkv["hbm_bytes"] == 2 * (64 * 4096 + 4096 * 6144 + 64 * 6144)
     assert logits["case"].startswith("logits")
-    assert logits["hbm_bytes"] == 2 * (4 * 4096 + 4096 * 128256) + 4 * 4 * 128256
+    assert logits["hbm_bytes"] == 2 * (64 * 4096 + 4096 * 128256) + 4 * 64 * 128256
 
 
 def test_command_refuses_more_rows_than_there_are(monkeypatch, capsys):

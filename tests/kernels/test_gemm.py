@@ -125,6 +125,8 @@ def test_refuses_by_name():
             gemm(a, b, swiglu=True, num_sms=1)
         with pytest.raises(ValueError, match="multiples of 16"):
             gemm(a, b[:, :8], num_sms=1)
+        with pytest.raises(ValueError, match="multiple of 8, not 60"):
+            gemm(a[:60], b, num_sms=1)
         with pytest.raises(ValueError, match="residual"):
             gemm(a, b, residual=a[:48], num_sms=1)
         with pytest.raises(ValueError, match="clusters larger than"):
