@@ -27,10 +27,10 @@ demo: venv
 	$(BIN)/python -m serve.demo
 
 test: venv lint
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not aot"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not aot"
 
 test-slow: venv
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not aot"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not aot"
 
 # The plug-in brings XLA's GPU compiler (142 MB) and none of NVIDIA's libraries.
 test-aot: venv
