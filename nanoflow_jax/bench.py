@@ -45,7 +45,7 @@ from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
-from nanoflow_jax.runtime.sizing import complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
+from nanoflow_jax.runtime.sizing import DoesNotFitError, complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
 from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
 
 
@@ -57,13 +57,42 @@ def main(argv: list[str] | None = None) -> None:
     if args.model in PRESETS and longest > PRESETS[args.model].max_context:
         raise SystemExit(f"{longest} tokens do not fit the context of {args.model}, {PRESETS[args.model].max_context}")
     peer = run_peer(args) if args.peer_python else None
+    begun = time.perf_counter()
+    try:
+        llm = load(args, args.max_context or longest)
+    except (ValueError, OSError, MemoryError) as error:
+        raise SystemExit(f"error: {error}") from error
+    ready_s = time.perf_counter() - begun
+    try:
+        report = measure(llm, args, conversations)
+    except DoesNotFitError as error:
+        raise SystemExit(f"error: {error}") from error
+    report |= {"workload": args.workload, "ready_s": ready_s, **_setting(llm, args)}
+    if conversations:
+        multi_round.print_table(report)
+    else:
+        report["peer"] = peer
+        print_table(report)
+        print(
+            f"{report['planned_steps']} steps by a plan; ready to serve after {ready_s:.0f} s, "
+            f"{report['num_compilations']} programs compiled"
+        )
+    print(json.dumps(report))
+
+
+def load(args: argparse.Namespace, max_context: int) -> LLM:
+    """The engine that the options ask for, compiled; `mode` and `trace_steps`, if left open, are settled in `args`.
+
+    Raises:
+      ValueError, OSError, MemoryError: the model, a plan or a size will not do.
+    """
     plans = read_plans(args.plan) if args.plan else None
     if args.trace_steps is None:
         args.trace_steps = 20 if jax.default_backend() == "gpu" else 0
     if args.mode == "auto":
         config = read_config(args.model, args.models_dir)
         args.mode, plans = resolve_mode("auto", plans, config, jax.devices()[0], args.tp_size)
-    llm = LLM(
+    return LLM(
         args.model,
         random_weights=args.random_weights,
         seed=args.seed,
@@ -73,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
             **sizes_for(args, plans, free_device_bytes(jax.devices()[0])),
             step_sizes=args.step_sizes,
             num_pages=args.num_pages,
-            max_context=args.max_context or longest,
+            max_context=max_context,
             mode=args.mode,
             plans=plans,
             kernels=args.kernels,
@@ -85,14 +114,17 @@ def main(argv: list[str] | None = None) -> None:
         models_dir=args.models_dir,
         progress=_progress_bar(),
     )
+
+
+def measure(llm: LLM, args: argparse.Namespace, conversations: list[multi_round.Lengths]) -> dict:
+    """The report of the conversations, or without any of requests of one length.
+
+    Raises:
+      DoesNotFitError: one of them is too long.
+    """
     if conversations:
-        report = multi_round.measure(llm.engine.runner, conversations, seed=args.seed, sync=args.sync, tiers=tier_options(args))
-        report |= {"workload": args.workload, **_setting(llm, args)}
-        multi_round.print_table(report)
-    else:
-        report = bench_uniform(llm, args) | {"workload": args.workload, "peer": peer, **_setting(llm, args)}
-        print_table(report)
-    print(json.dumps(report))
+        return multi_round.measure(llm.engine.runner, conversations, seed=args.seed, sync=args.sync, tiers=tier_options(args))
+    return bench_uniform(llm, args)
 
 
 def sizes_for(args: argparse.Namespace, plans: PlanSet | None, free: int | None) -> dict[str, int]:
@@ -162,11 +194,11 @@ def make_requests(engine: Engine, count: int, input_tokens: int, output_tokens: 
     """Random prompts of one length; outputs run to theirs.
 
     Raises:
-      ValueError: prompt and output do not fit the context or the pool.
+      DoesNotFitError: prompt and output do not fit the context or the pool.
     """
     limits = engine.limits
     if limits.output_limit(input_tokens, output_tokens) < output_tokens:
-        raise ValueError(
+        raise DoesNotFitError(
             f"{input_tokens} tokens in and {output_tokens} out do not fit: "
             f"the context is {limits.max_context}, the pool holds {limits.pool_tokens}"
         )
@@ -284,9 +316,12 @@ def _idle_line(idle: dict) -> str:
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:
-    bar = tqdm(total=1, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}", leave=False)
+    bars: list[tqdm] = []  # none before there is something to report
 
     def report(what: str, done: int, total: int) -> None:
+        if not bars:
+            bars.append(tqdm(total=total, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}", leave=False))
+        bar = bars[0]
         bar.total, bar.n = total, done
         bar.set_description_str(what)
         if done >= total:

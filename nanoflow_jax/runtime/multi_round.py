@@ -26,6 +26,7 @@ from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.kv_store.files import drop_from_cache, sync_files
 from nanoflow_jax.runtime.kv_tiers import TierOptions, open_store
 from nanoflow_jax.runtime.request import Request, RequestEvent, SamplingParams
+from nanoflow_jax.runtime.sizing import DoesNotFitError
 
 # Of a second round alone, per place; the median counts.
 _REPEATS = 3
@@ -131,7 +132,7 @@ def serve(engine: Engine, lengths: list[Lengths], seed: int) -> Outcome:
     limits = engine.limits
     longest = max(each.total for each in lengths)
     if limits.output_limit(longest - 1, 1) < 1:
-        raise ValueError(
+        raise DoesNotFitError(
             f"a conversation has {longest} tokens: the context is {limits.max_context}, the pool holds {limits.pool_tokens}"
         )
     rng = np.random.default_rng(seed)

@@ -12,6 +12,10 @@ _B_DENSE_MULTIPLE = 128
 _LARGEST_B_DENSE = 2048
 
 
+class DoesNotFitError(ValueError):
+    """A load that the context or the pool cannot hold."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
     """See `executor.runner.RunnerConfig`."""

@@ -59,7 +59,8 @@ def test_the_command_prints_a_table_and_ends_with_one_json_object(capsys, tmp_pa
     bench.main(["--model", _TINY, *load, "--b-dense", "16", "--max-sequences", "4", "--peer-python", str(peer)])
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].startswith("llama2-tiny on cpu x 1, sequential, async: 6 requests, 9 tokens in, 5 out")
-    assert lines[-2].startswith("stand-in: 2.00 output tokens/s; this engine: ")
+    assert lines[-3].startswith("stand-in: 2.00 output tokens/s; this engine: ")
+    assert lines[-2].startswith("0 steps by a plan; ready to serve after ")
     report = json.loads(lines[-1])
     assert report["whole"]["output_tokens"] == 30
     assert report["shapes"] == [[16, 4, 1]]
@@ -159,6 +160,13 @@ def test_bench_refuses_tiers_that_make_no_sense(capsys):
     assert "multi-round" in capsys.readouterr().err
 
 
+def test_requests_that_do_not_fit_the_pool_are_said_in_a_line():
+    sizes = ["--b-dense", "16", "--max-sequences", "2", "--page-size", "16", "--num-pages", "3"]
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--model", _TINY, "--input", "40", "--output", "20", "--requests", "1", *sizes])
+    assert str(ended.value.code) == "error: 40 tokens in and 20 out do not fit: the context is 60, the pool holds 32"
+
+
 def test_a_conversation_that_does_not_fit_is_refused():
     runner = MockRunner(page_size=4, num_pages=20)
     lengths = _lengths("--requests 1 --rounds 2 --input 40 --message 20 --output 12")
@@ -184,6 +192,22 @@ def test_multi_round_refuses_what_cannot_run(words, capsys):
     with pytest.raises(SystemExit):
         bench.main(["--model", _TINY, "--workload", "multi-round", *words])
     assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--model", "no/such/folder"], "'no/such/folder' is not a model"),
+        (["--model", _TINY, "--plan", "no/such/plan"], "no/such/plan"),
+        (["--model", _TINY, "--plan", __file__], "neither a plan set"),
+        (["--model", _TINY, "--num-pages", "1"], "num_pages"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_a_line(options, why):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert str(ended.value.code).startswith("error: ")
+    assert why in str(ended.value.code)
 
 
 @pytest.mark.parametrize("flag", ["--input", "--output", "--requests"])
