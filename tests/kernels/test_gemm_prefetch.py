@@ -19,7 +19,7 @@ from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.gemm import _walk
 from tests.kernels import aot
 from tests.kernels.interpret import interpreted
-from tests.kernels.products import CUT, operands
+from tests.kernels.products import CUT, assert_right_on_device, operands, operands_on_device
 
 _64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, **CUT)
 _128X128 = GemmConfig(tile_m=128, tile_n=128, **CUT)
@@ -159,3 +159,13 @@ def test_prefetches_take_no_registers_and_no_shared_memory(name):
         ahead = found[f"{name} {steps}"]
         assert ahead.prefetches >= 2, steps  # of this tile's steps and of the next one's
         assert dataclasses.replace(ahead, prefetches=0) == without, steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _COMPILED)
+def test_gpu_results_are_right(name):
+    sizes, extra, config = _COMPILED[name]
+    ab, kwargs = operands_on_device(*sizes, swiglu=extra.get("swiglu", False))
+    for steps in (4, 8):
+        ahead = dataclasses.replace(config, prefetch=steps)
+        assert_right_on_device(ab, kwargs, rows=(None, sizes[0] - 100), num_sms=extra.get("num_sms", 132), config=ahead)
