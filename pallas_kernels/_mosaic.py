@@ -21,6 +21,7 @@ INTERPRETED = "NVIDIA H200 (interpreted)"
 """Device kind under which tests trace kernels for jax's GPU interpreter, see `Device.interpreted`."""
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+_OLDEST_JAX = (0, 11)
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -55,7 +56,7 @@ def require_hopper(kernel: str, num_sms: int) -> Device:
     """The target device, once it is known to run `kernel` on `num_sms` SMs.
 
     Raises:
-      UnsupportedDeviceError: the device is no Hopper GPU.
+      UnsupportedDeviceError: the device is no Hopper GPU, or jax is older than 0.11, which cannot compile all kernels.
       ValueError: `num_sms` is not between 1 and the device's SMs. More CTAs than SMs would not all be resident, and kernels
         whose CTAs wait for each other would hang.
     """
@@ -64,6 +65,11 @@ def require_hopper(kernel: str, num_sms: int) -> Device:
         raise UnsupportedDeviceError(
             f"{kernel} is compiled for Hopper GPUs (sm_90a) only and the device is {device.kind!r}; "
             f"use pallas_kernels.reference.{kernel}, which runs anywhere"
+        )
+    if not device.interpreted and jax.__version_info__ < _OLDEST_JAX:
+        raise UnsupportedDeviceError(
+            f"{kernel} needs jax 0.11 or newer (Python 3.12) and this is {jax.__version__}; "
+            f"use pallas_kernels.reference.{kernel}, which runs with any"
         )
     if not 1 <= num_sms <= (device.num_sms or num_sms):
         raise ValueError(f"{kernel}: num_sms={num_sms} is not between 1 and the {device.num_sms} SMs of {device.kind}")

@@ -98,6 +98,13 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--no-prefix-cache", action="store_true", help="compute every prompt as a whole, whatever the pool still holds of it"
     )
     add_tier_arguments(group)
+    group.add_argument(
+        "--kv-close-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that writing host memory to the SSD may take in the end (default %(default)s)",
+    )
     group.add_argument("--sync", action="store_true", help="read each step's tokens before the next is formed: a baseline")
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(

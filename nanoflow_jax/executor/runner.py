@@ -124,11 +124,16 @@ def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:
 
 
 def step_shapes(options: RunnerConfig, pages_per_seq: int, *, on_gpu: bool) -> tuple[BatchShape, ...]:
-    """The shapes to compile, ascending; the last has b_dense tokens."""
+    """The shapes to compile, ascending; the last has b_dense tokens. A GPU's GEMMs want multiples of 8, so it gets the next."""
+    unit = 8 if on_gpu else 1
+
+    def whole(number: int) -> int:
+        return -(-number // unit) * unit
+
     sizes = {*(options.step_sizes or step_sizes(options.b_dense, on_gpu=on_gpu)), options.b_dense}
     sizes |= {plan.b_dense for plan in (options.plans.plans if options.plans else ())}
-    rows = options.max_sequences
-    return tuple(BatchShape(size, min(size, rows), pages_per_seq) for size in sorted(sizes) if size <= options.b_dense)
+    sizes = sorted({whole(size) for size in sizes if size <= options.b_dense})
+    return tuple(BatchShape(size, min(size, whole(options.max_sequences)), pages_per_seq) for size in sizes)
 
 
 class ModelRunner:

@@ -55,13 +55,6 @@ def add_tier_arguments(group: Any) -> None:
     )
     group.add_argument("--kv-ssd-dir", type=Path, help="directory on an SSD for K and V that leave host memory")
     group.add_argument("--kv-ssd-gb", type=float, default=0.0, metavar="G", help="GiB to use there")
-    group.add_argument(
-        "--kv-close-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds that writing host memory to the SSD may take in the end (default %(default)s)",
-    )
 
 
 def tier_options(args: Any) -> TierOptions | None:

@@ -6,10 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.config import preset
-from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_sizes
+from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes, step_sizes
 from nanoflow_jax.kernels import best_choice
 from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit, step_bytes
 from nanoflow_jax.parallel import parallel_layout
@@ -143,6 +145,19 @@ def test_step_sizes() -> None:
     assert step_sizes(2000, on_gpu=True) == [64, 128, 256, 384, 512, 768, 1024, 1536, 2000]
     assert step_sizes(4000, on_gpu=True)[-3:] == [2048, 3072, 4000]
     assert step_sizes(48, on_gpu=True) == [48]
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.lists(st.integers(1, 300), max_size=3), st.booleans())
+def test_shapes_on_gpus_are_multiples_of_8(b_dense: int, sequences: int, sizes: list[int], on_gpu: bool) -> None:
+    asked = [size for size in sizes if size <= b_dense]
+    options = RunnerConfig(b_dense=b_dense, max_sequences=min(sequences, b_dense), step_sizes=(*asked, b_dense))
+    shapes = step_shapes(options, 4, on_gpu=on_gpu)
+    assert shapes == tuple(sorted(set(shapes), key=lambda shape: shape.num_tokens))
+    for size in options.step_sizes or ():
+        tokens, rows = next((s.num_tokens, s.num_rows) for s in shapes if s.num_tokens >= size)
+        assert rows >= min(size, options.max_sequences)
+        assert tokens - size < 8 if on_gpu else tokens == size
+    assert not on_gpu or all(s.num_tokens % 8 == 0 and s.num_rows % 8 == 0 for s in shapes)
 
 
 def test_shapes_are_those_asked_for_and_those_of_plans() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _tuning, gemm
+from pallas_kernels import UnsupportedDeviceError, _gemm_cost, _mosaic, _tuning, gemm
 from pallas_kernels._gemm_schedule import PARTIAL, schedule
 from pallas_kernels._mosaic import SMEM_LIMIT_BYTES
 from pallas_kernels._tuning import GemmConfig
@@ -108,6 +108,14 @@ def test_keeps_axes_of_heads():
         out = gemm(ab[0], heads, num_sms=1, config=_64X64)
     assert out.shape == (64, 2, 4, 8)
     assert_matches_reference(out.reshape(64, 64), ab, kwargs)
+
+
+def test_refuses_a_jax_that_cannot_compile_all_kernels(monkeypatch):
+    (a, b), _ = operands(64, 64, 64)
+    monkeypatch.setattr(_mosaic, "target_device", lambda: _mosaic.Device("NVIDIA H200", 132))
+    monkeypatch.setattr(_mosaic.jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(UnsupportedDeviceError, match=r"gemm needs jax 0\.11 or newer .*reference\.gemm"):
+        gemm(a, b, num_sms=1)
 
 
 def test_refuses_by_name():
