@@ -28,6 +28,7 @@ CONDITIONS = (
     f"burst_us: {1e3 * BURST_S:.0f} ms after {REST_S} s of rest; energy above idle of the first GPU over {ENERGY_S} s or more"
 )
 _IN_FLIGHT = 3
+_KERNELS = pathlib.Path(pallas_kernels.__file__).parent
 
 
 def compile_side_by_side(
@@ -117,7 +118,7 @@ class GpuMachine:
         names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
         found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names}
         nccl = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-        return {**dict(sorted(found.items())), "driver": self._driver, "kernels": kernels_digest(), **nccl}
+        return {**dict(sorted(found.items())), "driver": self._driver, "kernels": kernels_digest(_KERNELS), **nccl}
 
     def compile(self, programs: Sequence[Program]) -> dict[Program, str]:
         """Makes programs ready; returns what went wrong with those that are not."""
@@ -150,10 +151,9 @@ class GpuMachine:
         return Reading(time_us=1e6 * per_call, burst_us=burst_us, energy_j=joules)
 
 
-def kernels_digest() -> str:
-    """Of the kernels' sources and tuned tables: times of other kernels do not compare."""
-    root = pathlib.Path(pallas_kernels.__file__).parent
+def kernels_digest(package: pathlib.Path) -> str:
+    """Of the kernels' sources and tuned tables in the folder `package`: times of other kernels do not compare."""
     digest = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("tunings/*.json")]):
+    for path in sorted([*package.glob("*.py"), *package.glob("tunings/*.json")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

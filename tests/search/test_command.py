@@ -1,6 +1,7 @@
 """The command line end to end: contracts of its last line, files it writes, errors, limits; and what plans must look like."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -68,7 +69,7 @@ def test_plan_writes_a_valid_plan_and_a_picture(capsys: pytest.CaptureFixture[st
     assert plot.read_text().startswith("<?xml")
     assert "gate+up" in plot.read_text() or plot.stat().st_size > 20_000
     replayed, _ = _run(capsys, "simulate", str(out), "--workload", "512:512")
-    assert replayed["replayed_us"] <= plan.period_us * (1 + 1e-9)
+    assert replayed["plans"][0]["replayed_us"] <= plan.period_us * (1 + 1e-9)
 
 
 def test_plan_reads_a_profile_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -101,6 +102,83 @@ def test_plan_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert record["plans"] == len(plans.plans) > 0
     recorded = {(s.b_dense, s.decode_tokens) for s in plans.sequential}
     assert recorded == {(128 * n, d) for n in (1, 2, 3, 4) for d in (64 * n, round(128 * n / 3))}
+    # Each plan of the set is replayed with the mix it was made for.
+    assert len({plan.decode_context for plan in plans.plans}) == 2
+    replayed, _ = _run(capsys, "simulate", str(out), "--workload", "512:512", "1024:512")
+    assert [(r["b_dense"], r["decode_tokens"]) for r in replayed["plans"]] == [
+        (p.b_dense, p.decode_tokens) for p in plans.plans
+    ]
+    for r, plan in zip(replayed["plans"], plans.plans, strict=True):
+        assert 0.9 * plan.period_us < r["replayed_us"] <= r["period_us"] * (1 + 1e-6) == plan.period_us * (1 + 1e-6)
+    assert main(["simulate", str(out), "--workload", "512:512"]) == 2
+    assert "decode_context=1280.0" in capsys.readouterr().err
+    picture = tmp_path / "plans.svg"
+    assert main(["simulate", str(out), "--workload", "512:512", "1024:512", "--plot", str(picture)]) == 2
+    assert f"is for one plan, {out} holds {len(plans.plans)}" in capsys.readouterr().err
+    assert not picture.exists()
+
+
+def _hand(out: Path, b_dense: int, workload: str, *more: str) -> str:
+    command = ["hand", "--model", "llama3-8b", "--hardware", "h200", "--b-dense", str(b_dense), "--workload", workload, *more]
+    assert main([*command, "--border", "512", "--attention-sms", "48", "--out", str(out)]) == 0
+    return str(out)
+
+
+def test_a_plan_of_any_decoding_tokens_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The mix is the plan's own; of the workload only the prompts' context is taken, and none is needed without prompts."""
+    mixed = _hand(tmp_path / "mixed.json", 1024, "512:1024", "--decode-tokens", "512")
+    replayed, _ = _run(capsys, "simulate", mixed, "--workload", "512:1024")
+    assert (replayed["plans"][0]["b_dense"], replayed["plans"][0]["decode_tokens"]) == (1024, 512)
+    assert replayed["plans"][0]["replayed_us"] == pytest.approx(replayed["plans"][0]["period_us"])
+    decoding = _hand(tmp_path / "decoding.json", 1024, "512:1024", "--decode-tokens", "1024")
+    replayed, _ = _run(capsys, "simulate", decoding)
+    assert replayed["plans"][0]["replayed_us"] == pytest.approx(replayed["plans"][0]["period_us"])
+    for workload, message in (([], "none is given"), (["--workload", "512:512"], "512:512 has 768.0")):
+        assert main(["simulate", mixed, *workload]) == 2
+        captured = capsys.readouterr()
+        assert "1024 tokens, 512 decoding at decode_context=1024.0" in captured.err
+        assert message in captured.err
+        assert captured.out == ""
+
+
+def test_a_file_without_plans_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    path.write_text(
+        '{"model": "llama3-8b", "device": "h200", "tp": 1, "plans": [], "sequential": [], "crossover_tokens": null}'
+    )
+    assert main(["simulate", str(path)]) == 2
+    assert "holds no plan" in capsys.readouterr().err
+    path.write_text('{"model": "llama3-8b"}')
+    assert main(["simulate", str(path)]) == 2
+    assert f"{path}: neither a plan set" in capsys.readouterr().err
+
+
+def test_hand_states_bounds_and_its_limits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "hand.json"
+    _hand(out, 1024, "512:512")
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(record) == KEYS
+    assert 0 <= record["gap"] < 0.2
+    assert 0.5 * record["period_us"] < record["lower_bound_us"] <= record["period_us"]
+    command = ["hand", *SMALL, "--tp", "2", "--border", "256", "--attention-sms", "48", "--out", str(tmp_path / "two.json")]
+    assert main(command) == 2
+    assert "tp=2" in capsys.readouterr().err
+
+
+def test_join_replays_the_plans_on_the_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = [_hand(tmp_path / "1.json", 1024, "512:512"), _hand(tmp_path / "2.json", 1536, "1024:512")]
+    out = tmp_path / "set.json"
+    join = ["join", *files, "--out", str(out)]
+    assert main([*join, "--profile", "analytic", "--workload", "512:512"]) == 2
+    assert "1536 tokens, 512 decoding at decode_context=1280.0" in capsys.readouterr().err
+    measured = str(Path(__file__).parents[2] / "search/data/profiles/h200-llama3-8b-tp1.json")
+    assert main([*join, "--profile", measured, "--workload", "512:512", "1024:512"]) == 2
+    assert re.search(r"1024 tokens, 512 decoding, on profile .*best_us=.*the profile says", capsys.readouterr().err)
+    assert not out.exists()
+    assert main([*join, "--profile", "analytic", "--workload", "512:512", "1024:512"]) == 0
+    found = decode_plan_set(out.read_bytes())
+    assert len(found.plans) == 2
+    assert {s.decode_context for s in found.sequential if s.b_dense == 256} == {768.0}  # the first workload's
 
 
 @pytest.mark.parametrize(
@@ -130,7 +208,7 @@ def test_profiling_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has one")
     assert main(["profile", "--model", "llama3-8b", "--hardware", "h200", "--out", str(tmp_path / "profile.json")]) == 2
-    assert "profiling needs" in capsys.readouterr().err
+    assert "profiling needs 1 GPU(s)" in capsys.readouterr().err
 
 
 def _search(name: str, tp: int, device: str, workload: str, b_dense: int, options: Options):
@@ -266,6 +344,10 @@ def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFi
     # Times are sums, and the last digit of a sum depends on the Python version (3.12 compensates) and on the processor.
     wrong = {k: (made[k], v) for k, v in shipped.items() if not (made[k] == v or made[k] == pytest.approx(v, rel=1e-9))}
     assert not wrong
+    replayed, _ = _run(
+        capsys, "simulate", str(root / "nanoflow_jax/plans" / name), "--profile", profile, "--workload", "512:512"
+    )
+    assert [r["replayed_us"] for r in replayed["plans"]] == pytest.approx([shipped["/plans/0/period_us"]])
 
 
 def _leaves(value: object, path: str = "") -> dict[str, object]:

@@ -1,12 +1,10 @@
-"""The profiler's programs on a CPU and for an H200, and how it times them."""
+"""The profiler's programs on a CPU and for an H200."""
 
 import functools
 import json
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,47 +17,10 @@ from nanoflow_jax.executor.streams import where_it_is
 from nanoflow_jax.kernels import REFERENCE
 from nanoflow_jax.parallel import make_mesh
 from pallas_kernels import reference
-from pallas_kernels.power import Mean, PowerError, PowerMeter
-from search import profiler, profiler_programs
-from search.measurement import (
-    Alone,
-    Load,
-    Program,
-    Together,
-)
+from search import profiler_programs
+from search.measurement import Alone, Load, Program, Together
 from search.profile_table import Kernel
 from tests.kernels.aot import child_environment
-
-GEMM = Kernel(name="gemm", shape=(4096, 4096))
-ATTENTION = Kernel(name="decode_attention", shape=(8, 4, 128))
-ALL_REDUCE = Kernel(name="all_reduce", shape=(4, 8192))
-
-
-class _Lowered:
-    def __init__(self, compile_it: Any) -> None:
-        self.compile = compile_it
-
-
-def test_programs_compile_side_by_side_and_fail_alone() -> None:
-    """Two compilations that wait for each other end only if they run at once."""
-    programs = [Alone(kernel=GEMM, tokens=128 * i, num_sms=132) for i in range(1, 5)]
-    met = threading.Barrier(2, timeout=20)
-
-    def lowered(program: Program) -> Any:
-        if program is programs[2]:
-            raise ValueError("cannot be lowered")
-
-        def compile_it() -> str:
-            if program is programs[3]:
-                raise RuntimeError("cannot be compiled")
-            met.wait()
-            return str(program)
-
-        return _Lowered(compile_it)
-
-    ready, errors = profiler.compile_side_by_side(lowered, programs, threads=2)
-    assert ready == {p: str(p) for p in programs[:2]}
-    assert errors == {programs[2]: "ValueError: cannot be lowered", programs[3]: "RuntimeError: cannot be compiled"}
 
 
 def _on_cpu(program: Program, load: Load, ranks: int = 1) -> Any:
@@ -137,54 +98,6 @@ def test_prompts_see_the_context_on_average(tokens: int, context: int) -> None:
     assert (starts[q_lens > 0] == np.cumsum(q_lens)[q_lens > 0] - q_lens[q_lens > 0]).all()
     seen = sum(float(kv - q) * q + q * (q + 1) / 2 for kv, q in zip(kv_lens.tolist(), q_lens.tolist(), strict=True))
     assert seen / tokens == pytest.approx(context, abs=1.5)
-
-
-def test_steady_runs_fill_their_time_and_end_when_told() -> None:
-    x = jnp.ones(8)
-    started = []
-
-    def run() -> Any:
-        started.append(time.perf_counter())
-        return x + 1
-
-    count, seconds = profiler.steady(run, 0.05)
-    assert count == len(started) >= 3
-    assert seconds >= 0.05
-    assert profiler.steady(run, 60.0, lambda: len(started) > count + 10)[0] == 11
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_power_of_steady_running(moves: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It runs until steps of the counter span ENERGY_S; a counter that stands still ends it, too, and is said."""
-    asked: list[tuple[float, float]] = []
-
-    class Meter(PowerMeter):
-        def __enter__(self) -> "Meter":
-            return self
-
-        def spans(self, seconds: float, since: float) -> bool:
-            asked.append((seconds, since))
-            return moves and len(asked) == 5
-
-        def means(self, start: float, end: float) -> list[Mean]:
-            assert asked[0] == (profiler.ENERGY_S, start)
-            assert start < end
-            if not moves:
-                raise PowerError("the energy counter moved 0 times")
-            return [Mean(500.0, 1500.0)]
-
-    monkeypatch.setattr(profiler, "PowerMeter", Meter)
-    monkeypatch.setattr(profiler, "ENERGY_S", 0.05)
-    gpu: Any = object()
-    assert profiler.watts_of(lambda: jnp.ones(1), gpu, "gemm") == (500 if moves else None)
-    said = "" if moves else "no energy of gemm: the energy counter moved 0 times\n"
-    assert capsys.readouterr().err == said
-    assert len(asked) == 5 or not moves
-
-
-def test_the_digest_is_of_sources_and_tuned_tables() -> None:
-    assert profiler.kernels_digest() == profiler.kernels_digest()
-    assert len(profiler.kernels_digest()) == 12
 
 
 @functools.cache
