@@ -9,6 +9,7 @@ Every weight is read twice, everything else once, and GEMMs never run on part of
 the durations of a phase's two chains differ.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from nanoflow_jax.plan import NanoBatch, Operation, PipelinePlan, Prediction, Resource, token_range
@@ -16,9 +17,11 @@ from nanoflow_jax.plan_files import validate
 from search.assemble import Placed, Segment, fold
 from search.build_plan import intensity
 from search.interference import performance, share_of_sms
-from search.problem import Costing
+from search.problem import GROUP_OF, Costing, build_problem
 from search.schedule import Node
 
+# Loads are summed in whole ticks: fine ones, so that rounding does not lift a bound above a plan that reaches it.
+_BOUND_TICK_US = 1e-3
 _AFTER_ATTENTION = ("prefill_attention", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -57,20 +60,36 @@ def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> Pipeline
 
     power = table.power
     nanos, phases = fold(lane.placed, period, power.idle_w if power else 0.0)
-    alone = sum(p.best_us for p in lane.placed)
     plan = PipelinePlan(
         model=costing.model.name, device=table.device, tp=1, moe=False, partition="none", b_dense=mix.b_dense,
         decode_tokens=mix.decode_tokens, decode_context=mix.decode_context, num_sms=table.num_sms, shares="constant",
         period_us=period, nano_batches=batches,
         nano_operations=nanos, phases=phases,
-        prediction=Prediction(
-            sequential_us=costing.sequential_us(), nano_us=alone, ideal_us=period, ideal_bound_us=0.0, bound_counts="by hand",
-            gap=1.0, lower_bound_us=0.0, estimated=True,
+        prediction=_prediction(
+            costing, batches, lane, ideal_us=sum(lane.ideal_us(*phase) for phase in zip(halves, chains, strict=True)),
             mean_power_w=sum(p.power_w * p.duration_us for p in phases) / period,
         ),
     )  # fmt: skip
     validate(plan)
     return plan
+
+
+def _prediction(
+    costing: Costing, batches: dict[str, tuple[NanoBatch, ...]], lane: "_Lane", *, ideal_us: float, mean_power_w: float
+) -> Prediction:
+    """Bounds as the search states them: of any schedule with so many nano-batches, and of any plan at all."""
+    problem = build_problem(dataclasses.replace(costing, tick_us=_BOUND_TICK_US))
+    of_group = {GROUP_OF[name]: len(parts) for name, parts in batches.items()}
+    counts = [of_group[group.name] for group in problem.groups]
+    bound_us = problem.load_bound(counts) * problem.tick_us
+    return Prediction(
+        sequential_us=costing.sequential_us(), nano_us=sum(p.best_us for p in lane.placed), ideal_us=ideal_us,
+        ideal_bound_us=bound_us,
+        bound_counts=f"{costing.partition} " + " ".join(f"{g.name}={n}" for g, n in zip(problem.groups, counts, strict=True)),
+        gap=max(0.0, 1 - bound_us / ideal_us),
+        lower_bound_us=max(problem.load_bound() * problem.tick_us, lane.least_time_us()), estimated=True,
+        mean_power_w=mean_power_w,
+    )  # fmt: skip
 
 
 def _nano_batches(costing: Costing, halves: Sequence[NanoBatch]) -> dict[str, tuple[NanoBatch, ...]]:
@@ -126,6 +145,11 @@ class _Lane:
         """How long the attention of `half` and the chain beside it take."""
         beside_us = self.attention_us(half)
         return max(beside_us, self.compute_us(chain, beside_us))
+
+    def ideal_us(self, half: NanoBatch, chain: Sequence[tuple[str, int]]) -> float:
+        """How long the same phase would take if kernels did not slow each other down and power were no limit."""
+        lanes = self.present(("decode_attention",), half), chain
+        return max(sum(self._best_us(name, i) for name, i in nanos) for nanos in lanes)
 
     def attention_us(self, half: NanoBatch) -> float:
         best_us = sum(self._best_us(name, i) for name, i in self.present(("decode_attention",), half))
