@@ -21,7 +21,7 @@ from search.plan_set import join_plans, make_plan_set, mixes_of_all_sizes, seque
 from search.problem import Costing
 from search.profile_table import ProfileError, ProfileTable
 from search.report import Progress, cost_table, plan_record, plan_table
-from search.simulate import simulate
+from search.simulate import Replay, mix_of, simulate
 
 if TYPE_CHECKING:
     from search.auto_search import Outcome
@@ -78,18 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     hand.add_argument("--out", type=Path, required=True, help="where the plan goes (JSON)")
     join = command("join", _join, "plans, however they came about, as one plan set for the runtime to choose from")
     join.add_argument("plans", type=Path, nargs="+")
-    join.add_argument("--profile", help="'analytic' or a profile file: record sequential times of batches of all sizes from it")
-    join.add_argument("--workload", help="with --profile: whose contexts these batches have")
+    join.add_argument(
+        "--profile",
+        help="'analytic' or a profile file: replay the plans on it and record sequential times of batches of all sizes",
+    )
+    join.add_argument(
+        "--workload",
+        nargs="+",
+        help="with --profile: workloads of the plans; batches of all sizes have the first one's contexts",
+    )
     join.add_argument("--out", type=Path, required=True, help="where the plan set goes (JSON)")
     several = command("plan-set", _plan_set, "plans for several batch sizes and workloads, and the crossover to sequential")
     machine(several, many=True)
     solving(several)
     several.add_argument("--out", type=Path, required=True, help="where the plan set goes (JSON)")
-    replay = command("simulate", _simulate, "replays a plan on a profile and draws it")
-    replay.add_argument("plan", type=Path)
-    replay.add_argument("--workload", required=True)
-    replay.add_argument("--profile", default="analytic")
-    replay.add_argument("--plot", type=Path)
+    replay = command("simulate", _simulate, "replays a plan, or every plan of a set, on a profile and draws it")
+    replay.add_argument("plan", type=Path, help="a plan or a plan set")
+    replay.add_argument("--workload", nargs="+", default=[], help="of the plans; says what context their prompts, if any, have")
+    replay.add_argument("--profile", default="analytic", help="'analytic' or a profile file")
+    replay.add_argument("--plot", type=Path, help="where the picture of a single plan goes (svg, png or pdf)")
     table = command("evaluate", _evaluate, "the tables of docs/search.md: all paper models, workloads and split counts")
     table.add_argument("--only", choices=("models", "workloads", "counts", "h200"), nargs="+")
     table.add_argument("--work", type=float, default=1.0)
@@ -172,8 +179,7 @@ def _hand(args: argparse.Namespace) -> None:
             raise plans.PlanError(f"--decode-tokens {args.decode_tokens} must lie in [1, {args.b_dense}]")
         mix = dataclasses.replace(mix, decode_tokens=args.decode_tokens)
     table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
-    partition: plans.Partition = "none" if args.tp == 1 else "all_reduce"
-    costing = Costing(model=model, table=table, mix=mix, partition=partition)
+    costing = Costing(model=model, table=table, mix=mix, partition="none")
     plan = hand_pipeline(costing, args.border, args.attention_sms)
     simulate(plan, costing)
     args.out.write_bytes(plan_files.encode(plan))
@@ -185,11 +191,14 @@ def _join(args: argparse.Namespace) -> None:
     if bool(args.profile) != bool(args.workload):
         raise plans.PlanError(f"--profile={args.profile} and --workload={args.workload} go together")
     sequential: list[plans.SequentialTime] = []
+    workloads = [parse_workload(w) for w in args.workload or ()]
     if args.profile:
         model, first = preset(found[0].model), found[0]
-        mixes = mixes_of_all_sizes(parse_workload(args.workload), max(plan.b_dense for plan in found))
+        mixes = mixes_of_all_sizes(workloads[0], max(plan.b_dense for plan in found))
         sequential = sequential_times(model, _load_profile(args.profile, model, first.device, first.tp, mixes), mixes)
     plan_set = join_plans(found, sequential)
+    if args.profile:
+        _replay(found, args.profile, workloads)
     args.out.write_bytes(plan_files.encode(plan_set))
     record = {
         "model": plan_set.model, "hardware": plan_set.device, "tp": plan_set.tp, "plans": len(plan_set.plans),
@@ -226,19 +235,65 @@ def _plan_set(args: argparse.Namespace) -> None:
     print(json.dumps(record))
 
 
+def _read_plans(path: Path) -> tuple[plans.PipelinePlan, ...]:
+    """The plans of a set, at least one, or a single one."""
+    text = path.read_bytes()
+    try:
+        found = plan_files.decode_plan_set(text).plans
+    except plans.PlanError as not_a_set:
+        try:
+            return (plan_files.decode_plan(text),)
+        except plans.PlanError as error:
+            raise plans.PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
+    if not found:
+        raise plans.PlanError(f"{path}: this plan set holds no plan")
+    return found
+
+
+def _replay(
+    found: Sequence[plans.PipelinePlan], profile: str, workloads: Sequence[Workload]
+) -> list[tuple[plans.PipelinePlan, Costing, Replay]]:
+    """Replays plans of one model and machine, each with its own mix."""
+    first, model = found[0], preset(found[0].model)
+    mixes = [mix_of(plan, workloads) for plan in found]
+    table = _load_profile(profile, model, first.device, first.tp, mixes)
+    replays = []
+    for plan, mix in zip(found, mixes, strict=True):
+        costing = Costing(model=model, table=table, mix=mix, partition=plan.partition)
+        try:
+            replays.append((plan, costing, simulate(plan, costing)))
+        except plans.PlanError as error:
+            raise plans.PlanError(
+                f"plan for {plan.b_dense} tokens, {plan.decode_tokens} decoding, on profile {profile}: {error}"
+            ) from error
+    return replays
+
+
 def _simulate(args: argparse.Namespace) -> None:
-    plan = plan_files.decode_plan(args.plan.read_bytes())
-    model = preset(plan.model)
-    mix = steady_mix(parse_workload(args.workload), plan.b_dense)
-    table = _load_profile(args.profile, model, plan.device, plan.tp, [mix])
-    costing = Costing(model=model, table=table, mix=mix, partition=plan.partition)
-    replay = simulate(plan, costing)
+    found = _read_plans(args.plan)
+    if args.plot and len(found) != 1:
+        raise plans.PlanError(f"--plot={args.plot} is for one plan, {args.plan} holds {len(found)}")
+    replays = _replay(found, args.profile, [parse_workload(w) for w in args.workload])
     if args.plot:
         from search.plots import draw
 
-        draw(plan, costing, args.plot)
-    print(f"planned {plan.period_us:.3f} us per layer, replayed {replay.period_us:.3f} us")
-    print(json.dumps({"model": plan.model, "period_us": plan.period_us, "replayed_us": replay.period_us}))
+        draw(*replays[0][:2], args.plot)
+    for plan, _, replay in replays:
+        print(
+            f"b_dense {plan.b_dense:5d}, {plan.decode_tokens:5d} decoding: planned {plan.period_us:.3f} us per layer, "
+            f"replayed {replay.period_us:.3f} us"
+        )
+    record = {
+        "model": found[0].model, "hardware": found[0].device, "tp": found[0].tp,
+        "plans": [
+            {
+                "b_dense": plan.b_dense, "decode_tokens": plan.decode_tokens, "period_us": plan.period_us,
+                "replayed_us": replay.period_us,
+            }
+            for plan, _, replay in replays
+        ],
+    }  # fmt: skip
+    print(json.dumps(record))
 
 
 def _evaluate(args: argparse.Namespace) -> None:

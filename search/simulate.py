@@ -7,9 +7,11 @@ phase, each ending when the work planned for it is done. The period is measured 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from nanoflow_jax.plan import NanoOperation, PipelinePlan, PlanError, Resource, edges
 from nanoflow_jax.plan_files import validate
+from nanoflow_jax.workload import BatchMix, Workload, steady_mix
 from search.interference import performance
 from search.problem import Costing
 
@@ -24,6 +26,30 @@ class Replay:
     period_us: float
     layer_ends_us: tuple[float, ...]
     mean_power_w: float | None
+
+
+def mix_of(plan: PipelinePlan, workloads: Sequence[Workload]) -> BatchMix:
+    """The batch that `plan` was made for, as far as the plan records it; the rest is a workload's.
+
+    A plan does not record the context of its prompt tokens, nor do old ones that of decoding tokens. Of several workloads the
+    plan's is one with its decoding context, and among these the one whose share of decoding tokens is nearest.
+
+    Raises:
+      PlanError: something is not recorded, and no workload has the plan's decoding context.
+    """
+    decode_tokens, context = plan.decode_tokens, plan.decode_context
+    if decode_tokens == plan.b_dense and context is not None:
+        return BatchMix(b_dense=plan.b_dense, decode_tokens=decode_tokens, decode_context=context, prefill_context=0.0)
+    fitting = [w for w in workloads if context is None or context == w.decode_context]
+    if not fitting:
+        given = ", ".join(f"{w} has {w.decode_context}" for w in workloads) or "none is given"
+        raise PlanError(
+            f"a plan for {plan.b_dense} tokens, {decode_tokens} decoding at decode_context={context}, does not record all its "
+            f"contexts: a workload with this decode_context must say the rest; {given}"
+        )
+    steady = [steady_mix(w, plan.b_dense) for w in fitting]
+    nearest = min(steady, key=lambda mix: abs(mix.decode_tokens - decode_tokens))
+    return dataclasses.replace(nearest, decode_tokens=decode_tokens)
 
 
 def simulate(plan: PipelinePlan, costing: Costing, layers: int = LAYERS) -> Replay:

@@ -17,7 +17,7 @@ from search.hardware import hardware
 from search.problem import Costing, build_problem
 from search.resources import Device, ideal, phased, serial
 from search.schedule import as_solved, tighten
-from search.simulate import simulate
+from search.simulate import mix_of, simulate
 from search.stage_one import Limits, StageOne, search_structure
 from search.structure import Structure, _Model, solve
 
@@ -190,6 +190,21 @@ def test_replay_refuses_foreign_and_impossible_plans(outcomes: dict[str, Outcome
     hurried = replace(plan, period_us=0.9 * plan.period_us)
     with pytest.raises(PlanError):
         simulate(hurried, costing)
+
+
+def test_the_mix_of_a_plan(outcomes: dict[str, Outcome]) -> None:
+    plan = outcomes["llama3-8b"].plan  # 1024 tokens of 1024:512
+    own, others = parse_workload("1024:512"), [parse_workload(w) for w in ("512:512", "512:1536", "1280:0", "0:2560")]
+    assert [w.decode_context for w in others] == [768.0, *[1280.0] * 3], "as long as the plan's, but for the first"
+    assert mix_of(plan, [*others, own]) == mix_of(plan, [own, *others]) == steady_mix(own, plan.b_dense)
+    with pytest.raises(PlanError, match=r"decode_context=1280\.0.*512:512 has 768\.0"):
+        mix_of(plan, others[:1])
+    without = replace(plan, decode_context=None)
+    assert mix_of(without, [own]) == steady_mix(own, plan.b_dense)
+    with pytest.raises(PlanError, match="none is given"):
+        mix_of(without, [])
+    decoding = mix_of(replace(plan, decode_tokens=plan.b_dense), [])
+    assert (decoding.decode_tokens, decoding.prefill_tokens, decoding.decode_context) == (1024, 0, 1280.0)
 
 
 def test_serial_is_the_sum_of_its_parts() -> None:
