@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pallas_kernels import _gemm_cost, _mosaic, _tuning
+from pallas_kernels import _gemm_cost, _mosaic, _tuning, programs
 from pallas_kernels._gemm_schedule import schedule
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import beside, timing
@@ -216,7 +216,7 @@ def _save(out: pathlib.Path, kernel: str, entry: dict[str, Any]) -> None:
 
 def dumps(entries: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """The table as JSON, an entry a line."""
-    versions = f'"versions": {json.dumps(timing.versions())}'
+    versions = f'"versions": {json.dumps(programs.versions())}'
     lists = [f'"{name}": [\n    ' + ",\n    ".join(map(json.dumps, entries[name])) + "\n  ]" for name in entries]
     return "{\n  " + ",\n  ".join([versions, *lists]) + "\n}\n"
 

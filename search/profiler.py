@@ -1,13 +1,12 @@
 """Times single kernels and pairs on the GPUs at hand. Programs are lowered in turn and compiled side by side."""
 
+import functools
 import hashlib
-import importlib.metadata
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from nanoflow_jax.parallel import make_mesh
 from pallas_kernels.power import PowerError, PowerMeter, driver_version, idle_watts
+from pallas_kernels.programs import IN_FLIGHT, compile_side_by_side, run_back_to_back, versions
 from search.measurement import Load, Program, Reading
 from search.profile_table import ProfileError
 from search.profiler_programs import Inputs, Workbench, repeats
@@ -27,29 +27,7 @@ CONDITIONS = (
     f"sustained: mean of {MEASURE_S} s after {SETTLE_S} s of the same, random normal inputs, weights and pages from HBM; "
     f"burst_us: {1e3 * BURST_S:.0f} ms after {REST_S} s of rest; energy above idle of the first GPU over {ENERGY_S} s or more"
 )
-_IN_FLIGHT = 3
 _KERNELS = pathlib.Path(pallas_kernels.__file__).parent
-
-
-def compile_side_by_side(
-    lowered: Callable[[Program], Any], programs: Sequence[Program], threads: int | None = None
-) -> tuple[dict[Program, Any], dict[Program, str]]:
-    """Executables, and what went wrong with the others. Lowering is Python and takes turns; XLA compiles beside it."""
-    ready: dict[Program, Any] = {}
-    errors: dict[Program, str] = {}
-    compiling: dict[Program, Future] = {}
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        for program in programs:
-            try:
-                compiling[program] = pool.submit(lowered(program).compile)
-            except Exception as error:  # belongs to this program; the others still run
-                errors[program] = describe(error)
-    for program, future in compiling.items():
-        try:
-            ready[program] = future.result()
-        except Exception as error:
-            errors[program] = describe(error)
-    return ready, errors
 
 
 def describe(error: Exception) -> str:
@@ -58,16 +36,14 @@ def describe(error: Exception) -> str:
 
 def steady(run: Callable[[], Any], seconds: float, after_each: Callable[[], bool] = lambda: False) -> tuple[int, float]:
     """Runs of a program back to back, a few in flight, and the seconds they took; `after_each` ends it when it returns True."""
-    flying: list[Any] = []
-    count, begun = 0, time.perf_counter()
-    while count < _IN_FLIGHT or time.perf_counter() - begun < seconds:
-        flying.append(run())
-        count += 1
-        if len(flying) == _IN_FLIGHT:
-            jax.block_until_ready(flying.pop(0))
-        if after_each():
-            break
-    jax.block_until_ready(flying)
+    begun = time.perf_counter()
+
+    def more(launched: int) -> bool:
+        if launched and after_each():
+            return False
+        return launched < IN_FLIGHT or time.perf_counter() - begun < seconds
+
+    count = run_back_to_back(run, more)
     return count, time.perf_counter() - begun
 
 
@@ -115,17 +91,18 @@ class GpuMachine:
 
     def libraries(self) -> dict[str, str]:
         """Versions of jax and the driver, a digest of the kernels and their tuned tables, and NCCL's settings."""
-        names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
-        found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in names}
         nccl = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-        return {**dict(sorted(found.items())), "driver": self._driver, "kernels": kernels_digest(_KERNELS), **nccl}
+        return {**dict(sorted(versions().items())), "driver": self._driver, "kernels": kernels_digest(_KERNELS), **nccl}
 
     def compile(self, programs: Sequence[Program]) -> dict[Program, str]:
         """Makes programs ready; returns what went wrong with those that are not."""
         missing = [p for p in dict.fromkeys(programs) if p not in self._ready]
-        ready, errors = compile_side_by_side(lambda p: self._bench.trace(p).lower(), missing)
+        ready, errors = compile_side_by_side({p: functools.partial(self._lower, p) for p in missing})
         self._ready |= ready
-        return errors
+        return {p: describe(error) for p, error in errors.items()}
+
+    def _lower(self, program: Program) -> jax.stages.Lowered:
+        return self._bench.trace(program).lower()
 
     def time(self, program: Program, load: Load, *, burst: bool = False, energy: bool = False) -> Reading:
         """Sustained microseconds of one call (of a pair: one phase); `burst` and `energy` take some tenths of a second more."""

@@ -23,13 +23,13 @@ from nanoflow_jax.executor.streams import on_stream
 from nanoflow_jax.kernels import Kernels, mosaic
 from nanoflow_jax.parallel import all_gather, all_reduce
 from nanoflow_jax.plan import TILE, Resource
+from pallas_kernels.programs import copies_beyond_l2
 from search.analytic import kernel_work
 from search.measurement import Alone, Load, Program, Together, is_collective
 from search.profile_table import ProfileError
 
 PAGE = 64
 _POOL_BYTES = 1 << 30  # of K, and as much of V: many times the L2 cache
-_L2_BYTES = 60e6
 _PROGRAM_US = 1500.0  # long enough to hide a launch by the host
 
 Arrays = tuple[Any, ...]
@@ -146,7 +146,7 @@ def copies(alone: Alone) -> int:
     """Input sets that a chain takes turns with: weights in a step are never in the L2 cache. Pools are too large for it."""
     if alone.kernel.name not in ("gemm", "swiglu_gemm"):
         return 1
-    return min(8, max(2, math.ceil(3 * _L2_BYTES / (2 * math.prod(alone.kernel.shape)))))
+    return copies_beyond_l2(2.0 * math.prod(alone.kernel.shape), most=8)
 
 
 def _set_shapes(alone: Alone) -> Arrays:

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "nanoflow_jax.checkpoints": ("gguf", "ml_dtypes", "orbax.checkpoint", "safetensors"),
     "nanoflow_jax.compare": ("flax.nnx", "matplotlib", "pallas_kernels.power"),
     "nanoflow_jax.executor": ("flax.nnx",),
+    "nanoflow_jax.executor.streams": ("pallas_kernels.streams",),
     "nanoflow_jax.kernels": ("pallas_kernels",),
     "nanoflow_jax.models": ("flax.nnx",),
     "nanoflow_jax.tokenizer": ("jinja2", "tokenizers"),
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "search.profiler": ("jax", "nanoflow_jax.parallel", "pallas_kernels"),
     "search.profiler_programs": (
         *("jax", "numpy", "nanoflow_jax.executor.step", "nanoflow_jax.executor.streams"),
-        *("nanoflow_jax.kernels", "nanoflow_jax.parallel"),
+        *("nanoflow_jax.kernels", "nanoflow_jax.parallel", "pallas_kernels.programs"),
     ),
     "serve": (
         *("msgspec", "nanoflow_jax.checkpoints", "nanoflow_jax.config", "nanoflow_jax.plan"),

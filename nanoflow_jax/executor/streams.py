@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import compute_on
 from jax.extend import core, source_info_util
 
 from nanoflow_jax.plan import Resource
+from pallas_kernels import streams
 
-# XLA spreads its own asynchronous work over streams 0 to 3; collectives are asynchronous by themselves.
-_STREAM_OF = {Resource.COMPUTE: 5, Resource.MEMORY: 6}
+# Collectives are asynchronous by themselves.
+_STREAM_OF = {Resource.COMPUTE: streams.COMPUTE_STREAM, Resource.MEMORY: streams.MEMORY_STREAM}
 # Primitives that call a jaxpr in one of their parameters and mean no more than its equations.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
@@ -19,9 +19,7 @@ def on_stream(resource: Resource, function: Callable[[Any], Any]) -> Callable[[A
     """`function` of one pytree, asynchronous on the stream of its resource. Needs jax 0.11 or newer."""
     if resource not in _STREAM_OF:
         return function
-    transform: Any = compute_on.compute_on
-    compute_type = f"gpu_stream:{_STREAM_OF[resource]}"
-    return transform(_without_calls(function), compute_type=compute_type, out_memory_spaces=jax.memory.Space.Device)
+    return streams.on_stream(_STREAM_OF[resource], _without_calls(function))
 
 
 def where_it_is(_: Resource, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

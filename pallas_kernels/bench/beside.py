@@ -21,10 +21,10 @@ from pallas_kernels._gemm_config import GemmConfig
 from pallas_kernels._gemm_schedule import PARTIAL, schedule
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.attention import Decode, normal, paged
-from pallas_kernels.bench.fused import on_stream
 from pallas_kernels.bench.gemm import PROJECTIONS, Projection, selected
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
+from pallas_kernels.streams import on_stream
 
 NAMES = "8b "
 ROWS = (512, 1024)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import compute_on
 
 from pallas_kernels._decode_plan import TuningConfig
 from pallas_kernels.bench import timing
@@ -22,6 +21,7 @@ from pallas_kernels.bench.gemm import PROJECTIONS, Projection
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.fused_gemm_attention import gemm_with_decode_attention
 from pallas_kernels.gemm import gemm
+from pallas_kernels.streams import COMPUTE_STREAM, MEMORY_STREAM, on_stream
 
 ROWS = 2048
 ATTENTION_SHARES = (24, 28, 32, 48)
@@ -105,15 +105,9 @@ def _side_by_side(total: int) -> list[Variant]:
 def _on_streams(gemm_sms: int, attention_sms: int, a: Any, b: Any, *attention: Any) -> Any:
     """Both start together and are waited for together, as in a phase of a pipeline. Needs jax 0.11 or newer."""
     (a, b), attention = lax.optimization_barrier(((a, b), attention))
-    c = on_stream(5, _multiply(gemm_sms))(a, b)
-    out = on_stream(6, functools.partial(decode_attention, num_sms=attention_sms))(*attention)
+    c = on_stream(COMPUTE_STREAM, _multiply(gemm_sms))(a, b)
+    out = on_stream(MEMORY_STREAM, functools.partial(decode_attention, num_sms=attention_sms))(*attention)
     return lax.optimization_barrier((c, out))
-
-
-def on_stream(number: int, f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` on a GPU stream of its own; XLA spreads what it makes asynchronous itself over the first four."""
-    on: Any = compute_on.compute_on
-    return on(f, compute_type=f"gpu_stream:{number}", out_memory_spaces=jax.memory.Space.Device)
 
 
 def _multiply(num_sms: int) -> Callable[..., jax.Array]:

@@ -9,23 +9,18 @@ behind the device.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
 
+from pallas_kernels import programs
 from pallas_kernels.power import PowerMeter
-
-L2_BYTES = 60e6
-"""Upper bound of the L2 cache of a Hopper GPU."""
 
 PEAK_FLOPS = 989e12
 PEAK_BYTES_PER_S = 4.8e12
@@ -74,7 +69,7 @@ class Row:
 
 def copies_beyond_l2(set_bytes: float) -> int:
     """Input sets of `set_bytes` each that make a rotation miss the L2 cache."""
-    return min(16, max(2, math.ceil(3 * L2_BYTES / set_bytes)))
+    return programs.copies_beyond_l2(set_bytes, most=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Chain:
     def seconds(self, input_sets: Sequence[Inputs], launches: int) -> float:
         """Mean seconds per call of `launches` runs back to back."""
         start = time.perf_counter()
-        run_back_to_back(self.run, input_sets, launches)
+        programs.run_back_to_back(lambda: self.run(input_sets), lambda launched: launched < launches)
         return (time.perf_counter() - start) / (self.calls * launches)
 
 
@@ -117,21 +112,12 @@ def lower_chain(f: Callable[..., Any], input_sets: Sequence[Inputs], *, calls: i
 
 def compile_side_by_side(
     lowered: Mapping[Key, Callable[[], jax.stages.Lowered]], compiler_options: Mapping[str, Any]
-) -> dict[Key, Any]:
-    """Executables. Lowering is Python and takes turns; XLA compiles the programs before meanwhile, in threads."""
-    with ThreadPoolExecutor() as pool:
-        compiling = {key: pool.submit(lower().compile, dict(compiler_options)) for key, lower in lowered.items()}
-        return {key: future.result() for key, future in compiling.items()}
-
-
-def run_back_to_back(run: Callable[[Sequence[Inputs]], Any], input_sets: Sequence[Inputs], count: int) -> None:
-    """Launches `count` runs with at most three in flight: the device never idles, and few results are alive at a time."""
-    flying: list[Any] = []
-    for _ in range(count):
-        flying.append(run(input_sets))
-        if len(flying) == 3:
-            jax.block_until_ready(flying.pop(0))
-    jax.block_until_ready(flying)
+) -> dict[Key, jax.stages.Compiled]:
+    """Executables of all programs: a benchmark without one of them compares nothing, so the first error is raised."""
+    ready, errors = programs.compile_side_by_side(lowered, dict(compiler_options))
+    for error in errors.values():
+        raise error
+    return ready
 
 
 def steady_seconds(c: Chain, input_sets: Sequence[Inputs], *, settle: float = 0.05, measure: float = 0.1) -> float:
@@ -187,13 +173,6 @@ def sustained_chain(c: Chain, input_sets: Sequence[Inputs], *, seconds: float = 
     return Sustained(seconds=per_call, watts=mean.watts, sm_mhz=mean.sm_mhz)
 
 
-@functools.cache
-def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return {name: found[name] for name in names if name in found}
-
-
 def header() -> str:
     return (
         f"{'kernel':20s} {'case':38s} {'SMs':>3s} {'us':>8s} {'TFLOP/s':>7s} {'TB/s':>5s} {'roof':>5s}"
@@ -233,7 +212,7 @@ def json_line(rows: Sequence[Row], **facts: Any) -> str:
         {
             "device": device.device_kind,
             "num_sms": getattr(device, "core_count", None),
-            "versions": versions(),
+            "versions": programs.versions(),
             **facts,
             "rows": [dataclasses.asdict(r) for r in rows],
         }

@@ -54,6 +54,8 @@ def test_programs_compile_side_by_side_under_their_keys():
     lowered = {f.__name__: functools.partial(jax.jit(f).lower, x) for f in (jnp.sin, jnp.cos)}
     compiled = timing.compile_side_by_side(lowered, {})
     np.testing.assert_allclose([compiled[name](x) for name in ("cos", "sin")], [np.cos(x), np.sin(x)], rtol=1e-6)
+    with pytest.raises(TypeError, match="sin"):
+        timing.compile_side_by_side({**lowered, "sin of nothing": jax.jit(jnp.sin).lower}, {})
 
 
 def test_steady_time_is_one_call_of_a_program_that_has_settled(monkeypatch):

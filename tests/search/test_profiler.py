@@ -1,7 +1,6 @@
 """How the profiler times programs: several in flight, power from the counter, each failure on its own; without a GPU."""
 
 import pathlib
-import threading
 import time
 import types
 from typing import Any
@@ -17,33 +16,6 @@ from search.profile_table import Kernel, ProfileError
 
 GEMM = Kernel(name="gemm", shape=(4096, 4096))
 PROGRAM = Alone(kernel=GEMM, tokens=128, num_sms=132)
-
-
-class _Lowered:
-    def __init__(self, compile_it: Any) -> None:
-        self.compile = compile_it
-
-
-def test_programs_compile_side_by_side_and_fail_alone() -> None:
-    """Two compilations that wait for each other end only if they run at once."""
-    programs = [Alone(kernel=GEMM, tokens=128 * i, num_sms=132) for i in range(1, 5)]
-    met = threading.Barrier(2, timeout=20)
-
-    def lowered(program: Program) -> Any:
-        if program is programs[2]:
-            raise ValueError("cannot be lowered")
-
-        def compile_it() -> str:
-            if program is programs[3]:
-                raise RuntimeError("cannot be compiled")
-            met.wait()
-            return str(program)
-
-        return _Lowered(compile_it)
-
-    ready, errors = profiler.compile_side_by_side(lowered, programs, threads=2)
-    assert ready == {p: str(p) for p in programs[:2]}
-    assert errors == {programs[2]: "ValueError: cannot be lowered", programs[3]: "RuntimeError: cannot be compiled"}
 
 
 def test_steady_runs_fill_their_time_and_end_when_told() -> None:
@@ -116,11 +88,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     pretended = types.SimpleNamespace(
         devices=lambda: gpus, __version_info__=(0, 11, 2), __version__="0.11.2", block_until_ready=jax.block_until_ready
     )
-    lowered = _Lowered(lambda: jax.jit(jnp.sin))
-    traced = types.SimpleNamespace(lower=lambda: lowered)
     monkeypatch.setattr(profiler, "jax", pretended)
     monkeypatch.setattr(profiler, "make_mesh", lambda _: None)
-    monkeypatch.setattr(profiler, "Workbench", lambda mesh: types.SimpleNamespace(mesh=mesh, trace=lambda _: traced))
+    bench = types.SimpleNamespace(mesh=None, trace=lambda _: jax.jit(jnp.sin).trace(jnp.ones(8)))
+    monkeypatch.setattr(profiler, "Workbench", lambda _: bench)
     monkeypatch.setattr(profiler, "Inputs", lambda _: types.SimpleNamespace(arguments=lambda *_: (jnp.ones(8),)))
     monkeypatch.setattr(profiler, "driver_version", lambda: "580.1")
     monkeypatch.setattr(profiler, "watts_of", lambda run, device, label: 500.0)
@@ -179,9 +150,18 @@ def test_programs_are_compiled_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -
         traced.append(program)
         if program == broken:
             raise ValueError("cannot be traced")
-        return types.SimpleNamespace(lower=lambda: _Lowered(lambda: jnp.sin))
+        return jax.jit(jnp.sin).trace(jnp.ones(8))
 
     monkeypatch.setattr(machine._bench, "trace", trace)
     for _ in range(2):
         assert machine.compile([PROGRAM, broken, PROGRAM]) == {broken: "ValueError: cannot be traced"}
     assert traced == [PROGRAM, broken, broken]
+
+
+def test_what_times_depend_on_is_on_record(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = profiler.GpuMachine(1, 90.0)
+    monkeypatch.setattr(profiler, "kernels_digest", lambda package: (package / "gemm.py").exists() and "0123456789ab")
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+    found = machine.libraries()
+    assert (found["jax"], found["driver"], found["kernels"]) == (jax.__version__, "580.1", "0123456789ab")
+    assert found["NCCL_MAX_NCHANNELS"] == "8"
