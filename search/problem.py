@@ -136,14 +136,15 @@ class Costing:
         return {"decode": self.mix.decode_context, "prefill": self.mix.prefill_context, "all": 0.0}[op.tokens]
 
     def timing(self, op: Operation, tokens: int, num_sms: int | None = None) -> Timing:
-        """Time and energy; where the profile measured no energy it is the power model's, None without one."""
+        """Time and energy. Energy is the power model's, where there is one: kernels were measured alone, at other clocks than
+        they have beside each other, and at a few sizes only."""
         kernel, power, context = (
             kernel_of(self.model, self.table.tp, self.partition, op.name),
             self.table.power,
             self.context(op),
         )
         timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=context)
-        if timing.energy_j is None and power is not None:
+        if power is not None:
             timing = dataclasses.replace(timing, energy_j=kernel_energy_j(power, kernel, tokens, context))
         if self.tick_us is None:
             return timing

@@ -128,6 +128,8 @@ def measure_profile(
       ProfileError: `known` is of another device, number of ranks or library versions, so that times would not compare; or many
         measurements in a row failed, so that the device seems lost (what was measured before is saved).
     """
+    if known is not None and known.conditions != machine.conditions:
+        raise ProfileError(f"the profile to resume was taken under {known.conditions!r}, not {machine.conditions!r}")
     if known is not None and (known.device, known.tp, known.libraries) != (device.name, tp, machine.libraries()):
         raise ProfileError(
             f"the profile to resume is of {known.tp} x {known.device} with {known.libraries}, "

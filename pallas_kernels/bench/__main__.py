@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(MODULES)}; without this all that need one GPU")
     parser.add_argument("--num-sms", type=integers, help="comma-separated; all SMs of the device without this")
     parser.add_argument("--rows", type=integers, default=(), help="GEMMs: rows of A, comma-separated")
-    parser.add_argument("--rows-in-use", type=fractions, default=(), help="gemm: parts of the rows, comma-separated")
+    parser.add_argument("--rows-in-use", type=fractions, default=(), help="gemm: parts of the rows, to 64 rows")
     parser.add_argument("--names", default="", help="only cases whose name contains one of these, comma-separated")
     parser.add_argument("--attention-sms", type=integers, default=(), help="beside: SMs of attention, comma-separated; 32")
     parser.add_argument("--workers", type=int, default=12, help="GEMMs: processes that compile")

@@ -172,8 +172,9 @@ def _benchmark_in_use(
     """The kernel that is told how many rows are in use beside that of all rows, and beside that of just so many."""
     kinds: tuple[Literal["all", "in use", "just"], ...] = ("in use", "all", "just")
     jobs = [
-        Job(p, m, (Variant("cublas"), *(Variant(of, sms, of=of) for of in kinds)), in_use=_whole_blocks(fraction * m, m))
-        for m, p, sms, fraction in itertools.product(rows, projections, num_sms, fractions)
+        Job(p, m, (Variant("cublas"), *(Variant(of, sms, of=of) for of in kinds)), in_use=in_use)
+        for m, p, sms in itertools.product(rows, projections, num_sms)
+        for in_use in dict.fromkeys(_whole_blocks(fraction * m, m) for fraction in fractions)
     ]
     for job, seconds in measure(jobs, workers=workers):
         _, ours, *others = job.variants
