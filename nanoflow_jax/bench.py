@@ -43,7 +43,7 @@ from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
-from nanoflow_jax.runtime.plan_choice import largest_b_dense, read_plans, resolve_mode
+from nanoflow_jax.runtime.plan_choice import default_mode, largest_b_dense, read_plans, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import DoesNotFitError, complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
 from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
@@ -89,6 +89,7 @@ def load(args: argparse.Namespace, max_context: int) -> LLM:
     plans = read_plans(args.plan) if args.plan else None
     if args.trace_steps is None:
         args.trace_steps = 20 if jax.default_backend() == "gpu" else 0
+    args.mode = args.mode or default_mode(plans)
     if args.mode == "auto":
         config = read_config(args.model, args.models_dir)
         args.mode, plans = resolve_mode("auto", plans, config, jax.devices()[0], args.tp_size)
@@ -355,10 +356,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what the workload needs)")
     parser.add_argument(
         "--mode",
-        default=defaults.mode,
         choices=("auto", *get_args(ExecutionMode)),
         help="how steps are executed; auto: by --plan, else by the plans shipped for model and device; the others but "
-        "sequential need --plan (default %(default)s)",
+        "sequential need --plan (default: sequential, auto with --plan)",
     )
     parser.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
     parser.add_argument(

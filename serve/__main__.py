@@ -19,7 +19,7 @@ from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
 from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
-from nanoflow_jax.runtime.plan_choice import read_plans
+from nanoflow_jax.runtime.plan_choice import default_mode, read_plans
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.runtime.sizing import serving_sizes, sizes_from
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError
@@ -82,10 +82,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--mode",
-        default=runner.mode,
         choices=("auto", *get_args(ExecutionMode)),
         help="how steps are executed; auto: by --plan, else by the best plans known for model and device; the others but "
-        "sequential need --plan (default %(default)s)",
+        "sequential need --plan (default: sequential, auto with --plan)",
     )
     group.add_argument("--plan", type=Path, help="a plan or plan set of python -m search")
     group.add_argument(
@@ -154,7 +153,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         models_dir=args.models_dir,
         dtype=args.dtype,
         tp_size=args.tp,
-        mode=args.mode,
+        mode=args.mode or default_mode(plans),
         plans=plans,
         told=told,
         sync=args.sync,

@@ -100,7 +100,8 @@ class RunnerConfig:
         if self.kv_offload not in get_args(KVOffload):
             raise ValueError(f"RunnerConfig: kv_offload={self.kv_offload!r} is not one of {', '.join(get_args(KVOffload))}")
         if (self.mode == "sequential") != (self.plans is None):
-            raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans")
+            others = "" if self.plans is None else f"; {', '.join(m for m in get_args(ExecutionMode) if m != self.mode)} do"
+            raise ValueError(f"RunnerConfig: mode={self.mode!r} {'needs' if self.plans is None else 'takes no'} plans{others}")
 
 
 def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:

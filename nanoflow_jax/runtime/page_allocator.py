@@ -23,10 +23,6 @@ class PageAllocator:
     def num_free(self) -> int:
         return self._num_free
 
-    @property
-    def num_used(self) -> int:
-        return self.num_pages - 1 - self._num_free
-
     def allocate(self, count: int) -> np.ndarray:
         """int32[count]: pages with one reference each.
 

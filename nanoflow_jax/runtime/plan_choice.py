@@ -118,6 +118,11 @@ def shipped_plans(config: ModelConfig, device: Any, tp_size: int) -> PlanSet | N
     return None
 
 
+def default_mode(plans: PlanSet | None) -> Literal["auto", "sequential"]:
+    """What goes for a user who names no mode: who gives plans wants them used."""
+    return "auto" if plans else "sequential"
+
+
 def resolve_mode(
     mode: ExecutionMode | Literal["auto"], plans: PlanSet | None, config: ModelConfig, device: Any, tp_size: int
 ) -> tuple[ExecutionMode, PlanSet | None]:

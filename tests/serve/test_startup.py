@@ -2,9 +2,11 @@
 
 import argparse
 import types
+from pathlib import Path
 
 import pytest
 
+import nanoflow_jax
 from nanoflow_jax.config import preset
 from nanoflow_jax.runtime.plan_choice import resolve_mode, shipped_plans
 from serve.__main__ import _parser, engine_options
@@ -43,6 +45,15 @@ def test_auto_executes_given_plans_as_the_device_can() -> None:
     assert resolve_mode("auto", plans, preset("llama3-8b"), CPU, 1) == ("nano", plans)
     assert resolve_mode("auto", plans, preset("llama3-8b"), H200, 1) == ("streams", plans)
     assert resolve_mode("fused", plans, preset("llama3-8b"), H200, 1) == ("fused", plans)
+
+
+def test_who_gives_plans_wants_them_used() -> None:
+    plan = str(Path(nanoflow_jax.__file__).parent / "plans" / "h200-llama3-8b-tp1.json")
+    assert config_for(H200, "--model", "llama3-8b").mode == "sequential"
+    assert config_for(H200, "--model", "llama3-8b", "--plan", plan).mode == "streams"
+    assert config_for(CPU, "--model", "llama3-8b", "--plan", plan).mode == "nano"
+    with pytest.raises(ValueError, match="'sequential' takes no plans; nano, xla, streams, fused do"):
+        config_for(H200, "--model", "llama3-8b", "--plan", plan, "--mode", "sequential")
 
 
 @pytest.mark.parametrize("words", [("--b-dense", "0"), ("--mode", "streams"), ("--step-sizes", "64,4096")])
