@@ -76,8 +76,8 @@ def gemm_with_decode_attention(
     n = math.prod(out_shape[1:])
     b = b if swiglu else b.reshape(k, n)
     if gemm_config is None:
-        # Whether whole waves would do depends on how many SMs there are, which here nobody knows before. So tiles may be cut, and
-        # are not chosen as beside another kernel, where whole ones are preferred.
+        # Whether whole waves would do depends on how many SMs there are, which here nobody knows before. So tiles may be cut,
+        # and are not chosen as beside another kernel, where whole ones are preferred.
         tuned = _tuning.gemm_config(device.kind, m, n, k, swiglu=swiglu, num_sms=gemm_sms)
         gemm_config = dataclasses.replace(tuned, stream_k=True)
     c, attended = _run(
