@@ -187,11 +187,6 @@ def line(r: Row) -> str:
     return f"{r.kernel:20s} {r.case:38s} {r.num_sms:3d} {1e6 * r.seconds:8.1f} {rate} {beside} {_energy(r)} {r.note}".rstrip()
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Header and rows."""
-    return "\n".join([header(), *map(line, rows)])
-
-
 def _energy(r: Row) -> str:
     if r.sustained is None:
         return ""

@@ -26,7 +26,6 @@ from tests.kernels.interpret import interpreted
 _64X64 = GemmConfig(tile_m=64, tile_n=64, consumers=1, stream_k=False)
 _64X128 = GemmConfig(tile_m=64, tile_n=128, split="n", stream_k=False)
 _128X64 = GemmConfig(tile_m=128, tile_n=64, stream_k=False)
-_256X128 = GemmConfig(tile_m=256, tile_n=128, stream_k=False)
 
 
 def _normal(key: int, *shape: int, scale: float = 1.0) -> jax.Array:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoflow_jax.plan import PipelinePlan, PlanError, PlanSet, SequentialTime, edges, layer_graph, token_range, unroll
 from nanoflow_jax.plan_files import decode_plan, decode_plan_set, encode, validate
-from search.hand_made import hand_plan, rotate, scale_down
+from tests.search.hand_made import hand_plan, rotate
 
 replace = msgspec.structs.replace
 
@@ -56,16 +56,6 @@ def test_unrolling_runs_every_nano_operation_of_every_layer_after_what_it_needs(
             assert layer == back - 1 or (layer - back, operation, batch) in done
         done.append((layer, nano.operation, nano.nano_batch))
     assert len(done) == len(set(done)) == num_layers * len(plan.nano_operations)
-
-
-@given(hand_plans(), st.integers(2, 9))
-def test_scaling_keeps_who_waits_for_whom(plan: PipelinePlan, tile: int) -> None:
-    def waits(p: PipelinePlan) -> set[tuple[str, int, str, int]]:
-        return {(a.operation, a.nano_batch, b.operation, b.nano_batch) for a, b, _ in edges(p)}
-
-    small = scale_down(plan, tile)
-    assert small.b_dense == plan.b_dense // plan.tile * tile
-    assert waits(small) == waits(plan)
 
 
 def two_way() -> PipelinePlan:

@@ -12,10 +12,10 @@ from nanoflow_jax.plan import TILE, Resource
 from nanoflow_jax.workload import parse_workload, steady_mix
 from search.analytic import analytic_profile
 from search.hardware import hardware
-from search.milp import solve_milp
 from search.problem import Block, Costing, Edge, Group, Problem, build_problem
 from search.stage_one import Limits, base_counts, candidate_counts, search_structure, sequential_structure
 from search.structure import Structure, solve
+from tests.search.milp import solve_milp
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
 

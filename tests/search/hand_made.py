@@ -1,8 +1,4 @@
-"""Plans made by hand, without a search: for tests of executors, and to try an idea.
-
-`hand_plan` schedules given nano-batches, `rotate` moves the window so that it holds several layers, `scale_down` shrinks a real
-plan to few tokens.
-"""
+"""Plans made without a search: `hand_plan` schedules given nano-batches, `rotate` moves the window over several layers."""
 
 import itertools
 import math
@@ -59,31 +55,6 @@ def rotate(plan: PipelinePlan, first: int) -> PipelinePlan:
     )
     placed = tuple(msgspec.structs.replace(nanos[i], layer_offset=nanos[i].layer_offset - least) for i in order)
     return msgspec.structs.replace(plan, nano_operations=placed, phases=phases)
-
-
-def scale_down(plan: PipelinePlan, tile: int) -> PipelinePlan:
-    """The same plan over tiles of `tile` tokens, so that tests can execute a real plan on few tokens; times stay as they are.
-
-    Raises:
-      PlanError: decode and prompts meet inside a tile, and a tile of one token has no inside.
-    """
-    whole, inside = divmod(plan.decode_tokens, plan.tile)
-    if inside and tile < 2:
-        raise PlanError(f"decode_tokens={plan.decode_tokens} is inside a tile of {plan.tile}, which tile={tile} cannot hold")
-    border = whole * tile + (min(max(round(inside * tile / plan.tile), 1), tile - 1) if inside else 0)
-
-    def scaled(token: int) -> int:
-        return border if token == plan.decode_tokens else token // plan.tile * tile
-
-    batches = {
-        name: tuple(NanoBatch(start=scaled(b.start), stop=scaled(b.stop)) for b in row)
-        for name, row in plan.nano_batches.items()
-    }
-    small = msgspec.structs.replace(
-        plan, tile=tile, b_dense=plan.b_dense // plan.tile * tile, decode_tokens=border, nano_batches=batches
-    )
-    validate(small)
-    return small
 
 
 def hand_plan(

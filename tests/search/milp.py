@@ -1,4 +1,4 @@
-"""Stage I as a mixed-integer linear program, to cross-check the constraint program of structure.py where it closes.
+"""Stage I as a mixed-integer linear program, to cross-check the constraint program of search/structure.py where it closes.
 
 The same data, variables and rules as there. Differences of form: y[g][i][z] = 1 picks size z of nano-batch i, so that durations
 are sums over y; every either-or is a pair of big-M rows; instead of copies in a no-overlap, any two nano-operations of a lane
