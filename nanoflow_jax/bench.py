@@ -39,11 +39,12 @@ from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.kernels import KernelChoice
 from nanoflow_jax.kv_cache import CLAIMED_MEMORY, claim_device_memory, free_device_bytes
 from nanoflow_jax.plan import PlanSet
+from nanoflow_jax.plan_files import read_plans
 from nanoflow_jax.runtime import multi_round
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.kv_tiers import add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import LLM
-from nanoflow_jax.runtime.plan_choice import default_mode, largest_b_dense, read_plans, resolve_mode
+from nanoflow_jax.runtime.plan_choice import default_mode, largest_b_dense, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import DoesNotFitError, complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
 from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise

@@ -37,9 +37,9 @@ from nanoflow_jax.executor.runner import RunnerConfig, step_shapes
 from nanoflow_jax.kv_cache import CLAIMED_MEMORY, DUMMY_PAGE, page_bytes, pages_that_fit, rounded_pages, step_bytes
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import TILE, PlanSet, period_of_batch_us
+from nanoflow_jax.plan_files import read_plans
 from nanoflow_jax.runtime.bench import NullRunner
 from nanoflow_jax.runtime.engine import Engine, EngineStats
-from nanoflow_jax.runtime.plan_choice import read_plans
 from nanoflow_jax.runtime.request import Request
 from nanoflow_jax.runtime.sizing import sizes_from
 from nanoflow_jax.runtime.step_records import StepRecord, summarise

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,6 +15,7 @@ from nanoflow_jax.plan import (
     Resource,
     edges,
     plan_graph,
+    sequential_time_of,
     token_range,
 )
 
@@ -44,6 +46,32 @@ def decode_plan_set(text: bytes) -> PlanSet:
             )
         validate(plan)
     return plans
+
+
+def read_plans(path: Path) -> PlanSet:
+    """A plan set, or a single plan made into one, from a file that `python -m search` wrote.
+
+    Raises:
+      PlanError: the file holds neither, or a plan breaks a rule.
+      OSError: it cannot be read.
+    """
+    text = path.read_bytes()
+    try:
+        return decode_plan_set(text)
+    except PlanError as not_a_set:
+        try:
+            plan = decode_plan(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
+    sequential = sequential_time_of(plan)
+    return PlanSet(
+        model=plan.model,
+        device=plan.device,
+        tp=plan.tp,
+        plans=(plan,),
+        sequential=(sequential,),
+        crossover_tokens=plan.b_dense,
+    )
 
 
 def _decode(text: bytes, kind):

@@ -235,21 +235,6 @@ def _plan_set(args: argparse.Namespace) -> None:
     print(json.dumps(record))
 
 
-def _read_plans(path: Path) -> tuple[plans.PipelinePlan, ...]:
-    """The plans of a set, at least one, or a single one."""
-    text = path.read_bytes()
-    try:
-        found = plan_files.decode_plan_set(text).plans
-    except plans.PlanError as not_a_set:
-        try:
-            return (plan_files.decode_plan(text),)
-        except plans.PlanError as error:
-            raise plans.PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
-    if not found:
-        raise plans.PlanError(f"{path}: this plan set holds no plan")
-    return found
-
-
 def _replay(
     found: Sequence[plans.PipelinePlan], profile: str, workloads: Sequence[Workload]
 ) -> list[tuple[plans.PipelinePlan, Costing, Replay]]:
@@ -270,7 +255,9 @@ def _replay(
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    found = _read_plans(args.plan)
+    found = plan_files.read_plans(args.plan).plans
+    if not found:
+        raise plans.PlanError(f"{args.plan}: this plan set holds no plan")
     if args.plot and len(found) != 1:
         raise plans.PlanError(f"--plot={args.plot} is for one plan, {args.plan} holds {len(found)}")
     replays = _replay(found, args.profile, [parse_workload(w) for w in args.workload])

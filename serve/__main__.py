@@ -17,9 +17,10 @@ from typing import get_args
 
 from nanoflow_jax.checkpoints import CheckpointError
 from nanoflow_jax.config import PRESETS
+from nanoflow_jax.plan_files import read_plans
 from nanoflow_jax.runtime.kv_tiers import DirectoryInUseError, add_tier_arguments, tier_options
 from nanoflow_jax.runtime.llm import ExecutionMode, KernelChoice, RunnerConfig
-from nanoflow_jax.runtime.plan_choice import default_mode, read_plans
+from nanoflow_jax.runtime.plan_choice import default_mode
 from nanoflow_jax.runtime.service import EngineService
 from nanoflow_jax.runtime.sizing import serving_sizes, sizes_from
 from nanoflow_jax.tokenizer import ChatTemplateError, TokenizerError

@@ -34,7 +34,7 @@ MAY_IMPORT = {
         *("nanoflow_jax.kernels", "nanoflow_jax.parallel", "pallas_kernels.programs"),
     ),
     "serve": (
-        *("msgspec", "nanoflow_jax.checkpoints", "nanoflow_jax.config", "nanoflow_jax.plan"),
+        *("msgspec", "nanoflow_jax.checkpoints", "nanoflow_jax.config", "nanoflow_jax.plan", "nanoflow_jax.plan_files"),
         *("nanoflow_jax.runtime", "nanoflow_jax.tokenizer"),
     ),
     "serve.startup": ("jax", "nanoflow_jax.kv_cache", "tqdm"),

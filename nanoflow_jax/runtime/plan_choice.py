@@ -2,7 +2,6 @@
 
 import functools
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,8 +9,8 @@ import numpy as np
 from nanoflow_jax.config import PRESETS, ModelConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.parallel import device_name
-from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, period_of_batch_us, sequential_time_of
-from nanoflow_jax.plan_files import decode_plan, decode_plan_set
+from nanoflow_jax.plan import PlanError, PlanSet, SequentialTime, period_of_batch_us
+from nanoflow_jax.plan_files import decode_plan_set
 
 
 def choose_plan(
@@ -77,32 +76,6 @@ def _fitted(recorded: tuple[SequentialTime, ...]) -> _Fit:
         constant = 0.0
         per_token, per_decoding = np.linalg.lstsq(terms[:, 1:], np.ones(len(recorded)), rcond=None)[0]
     return _Fit(float(constant), float(per_token), float(per_decoding), usual)
-
-
-def read_plans(path: Path) -> PlanSet:
-    """A plan set, or a single plan made into one, from a file that `python -m search` wrote.
-
-    Raises:
-      PlanError: the file holds neither, or a plan breaks a rule.
-      OSError: it cannot be read.
-    """
-    text = path.read_bytes()
-    try:
-        return decode_plan_set(text)
-    except PlanError as not_a_set:
-        try:
-            plan = decode_plan(text)
-        except PlanError as error:
-            raise PlanError(f"{path}: neither a plan set ({not_a_set}) nor a plan ({error})") from None
-    sequential = sequential_time_of(plan)
-    return PlanSet(
-        model=plan.model,
-        device=plan.device,
-        tp=plan.tp,
-        plans=(plan,),
-        sequential=(sequential,),
-        crossover_tokens=plan.b_dense,
-    )
 
 
 def shipped_plans(config: ModelConfig, device: Any, tp_size: int) -> PlanSet | None:
