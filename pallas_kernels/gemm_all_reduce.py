@@ -100,9 +100,7 @@ def _launch(
     (m, k), n = a.shape, b.shape[1]
     config = config or default_config(m, k, n, num_sms=num_sms, shard_rows=m // ranks if scatter else 0)
     if not _fits(config) or config.stream_k:
-        raise ValueError(
-            f"{name}: {config} has clusters, prefetches, cuts tiles along K or needs too many registers"
-        )
+        raise ValueError(f"{name}: {config} has clusters, prefetches, cuts tiles along K or needs too many registers")
     plan = collective_schedule(m, n, ranks, num_sms, config, scatter=scatter)
     return run(name, plan, Peers(axis, ranks, scatter), config, a, b, residual, (m // ranks if scatter else m, n))
 

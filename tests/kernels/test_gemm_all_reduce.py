@@ -89,7 +89,9 @@ def _shapes(m: int, k: int, n: int, ranks: int, with_residual: bool = False) -> 
     return tuple(jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
 
 
-def test_refuses_by_name():
+def test_refuses_by_name(monkeypatch):
+    monkeypatch.setattr(_mosaic, "_OLDEST_JAX", (0,))  # nothing is compiled here
+
     def trace(m: int, k: int, n: int, *, device: str = "NVIDIA H200", ranks: int = 4, **options: Any) -> None:
         mesh = AbstractMesh((ranks,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(device, 132, "gpu"))
         shapes = _shapes(m, k, n, ranks, options.get("with_residual", False))
@@ -110,7 +112,7 @@ def test_refuses_by_name():
         trace(100, 64, 64)
     with pytest.raises(ValueError, match="cuts tiles along K"):
         trace(64, 64, 64, config=dataclasses.replace(_64X64, stream_k=True))
-    with pytest.raises(ValueError, match="more registers"):
+    with pytest.raises(ValueError, match="too many registers"):
         trace(64, 64, 512, config=dataclasses.replace(_64X64, tile_n=256))
     with pytest.raises(ValueError, match="96 rows do not divide"):
         trace(96, 64, 64, scatter=True, config=_64X64)

@@ -228,6 +228,8 @@ def test_a_lost_device_ends_the_run_with_what_was_measured() -> None:
 def test_machines_are_not_mixed() -> None:
     with pytest.raises(ProfileError, match="older"):
         profile(Pretended(), profile_table.msgspec.structs.replace(complete(4), libraries={"jax": "older"}))
+    with pytest.raises(ProfileError, match="taken under 'bursts'"):
+        profile(Pretended(), profile_table.msgspec.structs.replace(complete(4), conditions="bursts"))
 
 
 def _pair(gemm_us: float, other_us: float, time_us: float, sms: int = 32, other: Kernel = ATTENTION) -> Pair:
