@@ -138,14 +138,10 @@ class Costing:
     def timing(self, op: Operation, tokens: int, num_sms: int | None = None) -> Timing:
         """Time and energy. Energy is the power model's, where there is one: kernels were measured alone, at other clocks than
         they have beside each other, and at a few sizes only."""
-        kernel, power, context = (
-            kernel_of(self.model, self.table.tp, self.partition, op.name),
-            self.table.power,
-            self.context(op),
-        )
+        kernel, context = kernel_of(self.model, self.table.tp, self.partition, op.name), self.context(op)
         timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=context)
-        if power is not None:
-            timing = dataclasses.replace(timing, energy_j=kernel_energy_j(power, kernel, tokens, context))
+        if self.table.power is not None:
+            timing = dataclasses.replace(timing, energy_j=kernel_energy_j(self.table.power, kernel, tokens, context))
         if self.tick_us is None:
             return timing
         return dataclasses.replace(timing, time_us=max(1, round(timing.time_us / self.tick_us)) * self.tick_us)

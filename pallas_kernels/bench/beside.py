@@ -24,7 +24,7 @@ from pallas_kernels.bench.attention import Decode, normal, paged
 from pallas_kernels.bench.gemm import PROJECTIONS, Projection, selected
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
-from pallas_kernels.streams import on_stream
+from pallas_kernels.streams import COMPUTE_STREAM, MEMORY_STREAM, on_stream
 
 NAMES = "8b "
 ROWS = (512, 1024)
@@ -167,8 +167,8 @@ def phases(case: Case, config: GemmConfig) -> Callable[[Sequence[timing.Inputs]]
             given = [sets[(i * case.calls + j) % len(sets)] for j in range(case.calls)], attention
             # Orders the phases, and makes their inputs different values, so that XLA cannot merge equal calls.
             given, outs[-1:] = lax.optimization_barrier((given, outs[-1:]))
-            products = [on_stream(5, multiply)(*one) for one in given[0]]
-            outs.append(lax.optimization_barrier((products, on_stream(6, attend)(*given[1]))))
+            products = [on_stream(COMPUTE_STREAM, multiply)(*one) for one in given[0]]
+            outs.append(lax.optimization_barrier((products, on_stream(MEMORY_STREAM, attend)(*given[1]))))
         return outs  # all of them: what nobody needs is not computed
 
     return run

@@ -183,7 +183,7 @@ def test_a_second_signal_stops_at_once(tmp_path, cache):
         (["--model", str(TINY), "--host", "0.0.0.0"], "token"),
         (["--model", str(TINY), "--b-dense", "0"], "b_dense"),
         (["--model", str(TINY), "--port", "99999"], "port"),
-        (["--model", str(TINY), "--unix", "/tmp/x", "--port", "1"], "--unix"),
+        (["--model", str(TINY), "--unix", "socket", "--port", "1"], "--unix"),
         (["--model", str(TINY), "--token-file", "/no/such/file"], "/no/such/file"),
         (["--model", str(TINY), "--token", ""], "token"),
         (["--model", str(TINY), "--queue", "0"], "--queue"),

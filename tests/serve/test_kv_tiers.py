@@ -17,9 +17,9 @@ SMALL = (
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-ssd-dir", "/tmp/x", "--kv-host-gb", "1"], "go together"),
+        (["--kv-ssd-dir", "directory", "--kv-host-gb", "1"], "go together"),
         (["--kv-ssd-gb", "1", "--kv-host-gb", "1"], "go together"),
-        (["--kv-ssd-dir", "/tmp/x", "--kv-ssd-gb", "1"], "needs --kv-host-gb"),
+        (["--kv-ssd-dir", "directory", "--kv-ssd-gb", "1"], "needs --kv-host-gb"),
         (["--kv-host-gb", "-1"], "--kv-host-gb -1.0"),
         (["--kv-host-gb", "nan"], "--kv-host-gb nan"),
         (["--kv-host-gb", "1", "--no-prefix-cache"], "prefix cache"),
