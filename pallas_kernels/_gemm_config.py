@@ -19,9 +19,6 @@ class GemmConfig:
     share it, `group_rows` how many rows high the columns of tiles are that CTAs walk together. With `stream_k`, the tiles that
     do not fill a wave and `shared_waves` waves more are cut along K when that saves over `fixup_steps` steps (of `tile_k`) of
     the slowest CTA; pieces have at least `min_steps` steps.
-
-    With `prefetch`, blocks of B are fetched from memory into the L2 cache so many steps before `gemm` copies them into shared
-    memory (0: only then). Of the CTAs that walk a column of tiles together the one with the first row of tiles does so for all.
     """
 
     tile_m: int
@@ -36,15 +33,12 @@ class GemmConfig:
     shared_waves: int = 1
     fixup_steps: int = 8
     min_steps: int = 2
-    prefetch: int = 0
 
     def __post_init__(self) -> None:
         if self.wg_m % 64 or self.wg_n % 64:
             raise ValueError(f"{self}: a consumer's {self.wg_m} x {self.wg_n} is not made of 64 x 64 blocks")
         if self.cluster == 1 and self.cluster_along == "k":
             raise ValueError(f"{self}: a single CTA shares nothing along k")
-        if self.prefetch < 0:
-            raise ValueError(f"{self}: prefetch is a number of steps, 0 for none")
 
     @property
     def segment_m(self) -> int:

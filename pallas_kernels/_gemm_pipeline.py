@@ -30,8 +30,6 @@ class Segment(NamedTuple):
     k_steps: Array
     matrix: Array | None = None  # which matrix of a stacked B
     extra: tuple[Array, ...] = ()  # for the caller's `write`
-    prefetches: Array | None = None  # whether this CTA prefetches the blocks of B, see `GemmConfig`; None: no CTA does
-    upcoming: "Segment | None" = None  # the CTA's next one (k_steps 0: none), where blocks are prefetched
 
 
 Walk = Callable[[Callable[[Segment, Array], Array]], Array]
@@ -117,22 +115,8 @@ def load_segment(
 ) -> Array:
     """Loads a segment's tiles into the ring from step number `step` on; returns the number of the next."""
     stages, halves = b_smem.shape[:2]
-    m = pl.ds(s.row, config.tile_m)
-
-    def block_of_b(s: Segment, i: Array, half: Any) -> Any:
-        k, n = pl.ds((s.k_begin + i) * config.tile_k, config.tile_k), pl.ds(s.column, config.tile_n)
-        matrix = b if s.matrix is None else b.at[s.matrix]
-        return matrix.at[k, n] if halves == 1 else matrix.at[k, half, n]
-
-    def prefetch(i: Array) -> None:
-        """The block of step `i` of this segment or, behind its end, of the next."""
-        for segment, j in ((s, i), (s.upcoming, i - s.k_steps)):
-            if segment is None or segment.prefetches is None:
-                continue
-
-            @pl.when(segment.prefetches & (j >= 0) & (j < segment.k_steps))
-            def _(segment: Segment = segment, j: Array = j) -> None:
-                plgpu.async_prefetch(block_of_b(segment, j, slice(None)))
+    m, n = pl.ds(s.row, config.tile_m), pl.ds(s.column, config.tile_n)
+    matrix = b if s.matrix is None else b.at[s.matrix]
 
     def load(i: Array, step: Array) -> Array:
         slot = lax.rem(step, stages)
@@ -144,16 +128,9 @@ def load_segment(
         k = pl.ds((s.k_begin + i) * config.tile_k, config.tile_k)
         plgpu.copy_gmem_to_smem(a.at[m, k], a_smem.at[slot], full.at[slot])
         for half in range(halves):
+            source = matrix.at[k, n] if halves == 1 else matrix.at[k, half, n]
             shared = "cta" if multicast else None
-            plgpu.copy_gmem_to_smem(block_of_b(s, i, half), b_smem.at[slot, half], full.at[slot], collective_axes=shared)
-        if s.prefetches is not None:
-            prefetch(i + config.prefetch)
-
-            # A CTA's first copies fill the ring at once. What lies between the last of them and what it prefetched is left.
-            @pl.when(step == stages - 1)
-            def _() -> None:
-                pl.loop(1, config.prefetch - stages + 1)(lambda ahead: prefetch(i + ahead))
-
+            plgpu.copy_gmem_to_smem(source, b_smem.at[slot, half], full.at[slot], collective_axes=shared)
         return step + 1
 
     return lax.fori_loop(0, s.k_steps, load, step)

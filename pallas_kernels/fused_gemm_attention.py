@@ -54,8 +54,8 @@ def gemm_with_decode_attention(
 ) -> tuple[Float[Array, "M N_out"], Float[Array, "B K G H"]]:
     """(`gemm(a, b, ...)`, `decode_attention(q, ...)`), computed side by side on `gemm_sms + attention_sms` SMs.
 
-    Arguments are those of the two functions. The configurations replace the tuned or default ones; clusters and prefetching are
-    not used. Results are the same bits on every run.
+    Arguments are those of the two functions. The configurations replace the tuned or default ones; clusters are not used.
+    Results are the same bits on every run.
 
     Raises:
       UnsupportedDeviceError: the device is no Hopper GPU.
@@ -90,7 +90,7 @@ def gemm_with_decode_attention(
         v_pages,
         block_tables,
         kv_lens,
-        config=dataclasses.replace(gemm_config, cluster=1, cluster_along="m", prefetch=0),
+        config=dataclasses.replace(gemm_config, cluster=1, cluster_along="m"),
         plan=plan,
         gemm_sms=gemm_sms,
     )

@@ -158,9 +158,7 @@ def _gemm(
         if cut or in_cluster:
             share = write_in_cluster if in_cluster else write_or_share
             write = functools.partial(share, write, partials_ref, config, interpreted)
-        # In the interpreter a prefetch does nothing, and before jax 0.11 it does not know any.
-        prefetching = config.prefetch > 0 and (not interpreted or jax.__version_info__ >= (0, 11))
-        walk = functools.partial(_walk, table_ref, config, prefetching)
+        walk = functools.partial(_walk, table_ref, config)
         staging = epilogue_staging(config, out_dtype, halves, n, bias is not None, residual is not None)
         # The interpreter has no multicast: there each CTA loads all of its tile.
         multicast = config.cluster > 1 and not in_cluster and not interpreted
@@ -193,31 +191,22 @@ def epilogue_staging(config: GemmConfig, out_dtype: Any, halves: int, n: int, bi
     }
 
 
-def _walk(table: Any, config: GemmConfig, prefetching: bool, body: Callable[[Segment, Array], Array]) -> Array:
+def _walk(table: Any, config: GemmConfig, body: Callable[[Segment, Array], Array]) -> Array:
     cluster = lax.axis_index("sm")
     cta = lax.axis_index("cta") if config.cluster > 1 else 0
 
     def read(index: Array) -> list[Array]:
         return [table[cluster, index, field].astype(jnp.int32) for field in range(table.shape[-1])]
 
-    def segment_of(index: Array, fields: list[Array]) -> Segment:
-        m, n, k_begin, k_steps, *extra = fields
+    def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        index, step, (m, n, k_begin, k_steps, *extra) = carry
+        upcoming = read(index + 1)  # issued a segment ahead, to hide the latency of global memory
         if config.cluster_along == "k":
             begin, end = (lax.div(k_steps * r, config.cluster) for r in (cta, cta + 1))
             segment = Segment(m * config.tile_m, n * config.tile_n, begin, end - begin, extra=(index,))
         else:
             row = (m * config.cluster + cta) * config.tile_m
             segment = Segment(row, n * config.tile_n, k_begin, k_steps, extra=(*extra, cta_index(config)))
-        if not prefetching:
-            return segment
-        return segment._replace(prefetches=lax.rem(segment.row, config.group_m * config.segment_m) == 0)
-
-    def one(carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
-        index, step, fields = carry
-        upcoming = read(index + 1)  # issued a segment ahead, to hide the latency of global memory
-        segment = segment_of(index, fields)
-        if prefetching:
-            segment = segment._replace(upcoming=segment_of(index + 1, upcoming))
         return index + 1, body(segment, step), upcoming
 
     start = (jnp.int32(0), jnp.int32(0), read(jnp.int32(0)))

@@ -83,7 +83,7 @@ def default_config(m: int, k: int, n: int, *, num_sms: int, shard_rows: int = 0)
 
 def _fits(config: GemmConfig) -> bool:
     sums = config.wg_m * config.wg_n // _mosaic.WARPGROUP
-    return config.cluster == 1 and not config.prefetch and sums <= _SUMS_PER_THREAD and config.wg_n <= 128
+    return config.cluster == 1 and sums <= _SUMS_PER_THREAD and config.wg_n <= 128
 
 
 def _launch(
@@ -100,7 +100,7 @@ def _launch(
     (m, k), n = a.shape, b.shape[1]
     config = config or default_config(m, k, n, num_sms=num_sms, shard_rows=m // ranks if scatter else 0)
     if not _fits(config) or config.stream_k:
-        raise ValueError(f"{name}: {config} has clusters, prefetches, cuts tiles along K or needs too many registers")
+        raise ValueError(f"{name}: {config} has clusters, cuts tiles along K or needs too many registers")
     plan = collective_schedule(m, n, ranks, num_sms, config, scatter=scatter)
     return run(name, plan, Peers(axis, ranks, scatter), config, a, b, residual, (m // ranks if scatter else m, n))
 

@@ -62,8 +62,8 @@ def grouped_gemm(
     if config is None:
         experts = w.shape[0]
         config = _tuning.grouped_gemm_config(device.kind, x.shape[0], n, k, experts=experts, swiglu=swiglu, num_sms=num_sms)
-    if config.cluster != 1 or config.prefetch:
-        raise ValueError(f"grouped_gemm: {config} has a cluster or prefetches, which is for gemm")
+    if config.cluster != 1:
+        raise ValueError(f"grouped_gemm: {config} has a cluster, which is for gemm")
     out = _grouped_gemm(x, w, group_sizes, config=config, num_sms=num_sms, interpreted=device.interpreted)
     return out.reshape(out_shape)
 

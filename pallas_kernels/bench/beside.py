@@ -40,8 +40,6 @@ _CURVE = (0.0, 0.125, 0.25, 0.5, 1.0)
 # Attention's time alone on its SMs over that of the GEMMs on theirs, around which the best amount of attention is sought.
 _ATTENTION_OVER_GEMMS = 1.2
 _AMOUNTS = (0.6, 0.75, 0.9, 1.05)
-# Steps ahead that blocks of B are prefetched: some microseconds, should memory take so long to answer beside attention.
-_PREFETCHES = (0, 4, 8)
 # Graphs would put the streams one behind the other.
 _OPTIONS = {"xla_gpu_enable_command_buffer": ""}
 
@@ -116,8 +114,7 @@ def benchmark(
 def variants(case: Case) -> Variants:
     """By name: what `gemm` takes by itself there, and what it would take if it knew of nothing on the other SMs, cut and whole.
 
-    Where one of these is the same launch as one before, it is left out. The first also comes with blocks of B prefetched some
-    steps ahead, where there are as many.
+    Where one of these is the same launch as one before, it is left out.
     """
     p, m = case.projection, case.m
     shape = {"swiglu": p.swiglu, "num_sms": case.gemm_sms}
@@ -128,9 +125,6 @@ def variants(case: Case) -> Variants:
         seconds = functools.partial(_gemm_cost.predicted_seconds, m=m, n=p.n, k=p.k, **shape)
         if of_kind:
             found[name] = min(of_kind, key=seconds)
-    for steps in _PREFETCHES:
-        if steps <= _mosaic.cdiv(p.k, found["chosen"].tile_k):
-            found[f"prefetch {steps}"] = dataclasses.replace(found["chosen"], prefetch=steps)
     launches = {name: _launch(case, c) for name, c in found.items()}
     first = {launch: name for name, launch in reversed(launches.items())}
     return {name: c for name, c in found.items() if first[launches[name]] == name}
@@ -138,8 +132,7 @@ def variants(case: Case) -> Variants:
 
 def _launch(case: Case, config: GemmConfig) -> tuple[Any, ...]:
     """The same for configurations that are the same launch."""
-    tile = config.tile_m, config.tile_n, config.tile_k, config.split, config.prefetch
-    return *tile, _table(case, config).tobytes()
+    return config.tile_m, config.tile_n, config.tile_k, config.split, _table(case, config).tobytes()
 
 
 def _table(case: Case, config: GemmConfig) -> np.ndarray:

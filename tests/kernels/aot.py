@@ -1,4 +1,4 @@
-"""Compiles kernels for an H200 (sm_90a) without a GPU and reads registers, spills, shared memory and prefetches.
+"""Compiles kernels for an H200 (sm_90a) without a GPU and reads registers, spills and shared memory.
 
 jax's CUDA plug-in must load before any other backend starts, so a module's kernels are compiled in one child process:
 `resources("tests.kernels.test_gemm")` runs the function `aot_cases` of that module, which returns
@@ -45,8 +45,6 @@ class Resources:
     registers: int
     spill_bytes: int
     smem_bytes: int
-    prefetches: int
-    """Instructions that prefetch a block into the L2 cache."""
 
 
 def child_environment() -> dict[str, str]:
@@ -76,15 +74,14 @@ def _compile(function: Any, arguments: tuple[Any, ...], mesh: Any) -> Resources:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump  # read by the compiler at each kernel
         with jax.set_mesh(mesh):
             jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
-        ptxas, ptx, smem = (
+        ptxas, smem = (
             "\n".join(file.read_text() for file in pathlib.Path(dump).glob(f"*{ending}"))
-            for ending in (".ptxas", ".ptx", ".resources.txt")
+            for ending in (".ptxas", ".resources.txt")
         )
     return Resources(
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas)),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)),
         smem_bytes=max(int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", smem)),
-        prefetches=ptx.count("cp.async.bulk.prefetch.tensor"),
     )
 
 

@@ -146,26 +146,8 @@ def test_variants_are_different_launches(projection, monkeypatch):
         assert next(iter(found)) == "chosen"
         assert len(found) >= 2
         assert all(beside._is_cut(case, c) == (name == "cut") for name, c in found.items() if name in ("cut", "whole"))
-        tables = [(c.tile_m, c.tile_n, c.prefetch, beside._table(case, c).tobytes()) for c in found.values()]
+        tables = [(c.tile_m, c.tile_n, beside._table(case, c).tobytes()) for c in found.values()]
         assert len(set(tables)) == len(tables)
-
-
-def test_what_is_chosen_comes_with_prefetches_of_steps_that_there_are(monkeypatch):
-    monkeypatch.setattr(beside._mosaic, "target_device", lambda: _mosaic.Device("NVIDIA H200", 132))
-
-    def prefetches(k: int) -> dict[str, int]:
-        found = beside.variants(beside.Case(dataclasses.replace(_TINY, k=k), 512, 100, 32))
-        ahead = {name: c for name, c in found.items() if name.startswith("prefetch")}
-        assert all(dataclasses.replace(found["chosen"], prefetch=c.prefetch) == c for c in ahead.values())
-        return {name: c.prefetch for name, c in ahead.items()}
-
-    assert prefetches(64 * 8) == {"prefetch 4": 4, "prefetch 8": 8}
-    assert prefetches(64 * 7) == {"prefetch 4": 4}
-    assert prefetches(64 * 3) == {}
-    # Where the chosen one prefetches already, it comes without, too.
-    chosen = GemmConfig(tile_m=128, tile_n=64, prefetch=4)
-    monkeypatch.setattr(beside._tuning, "gemm_config", lambda *_, **__: chosen)
-    assert prefetches(64 * 8) == {"prefetch 0": 0, "prefetch 8": 8}
 
 
 def test_beside_refuses_shares_that_leave_no_sms():
@@ -183,6 +165,5 @@ def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 @pytest.mark.aot
 def test_pairs_compile_for_h200_on_streams_of_their_own():
     found = aot.resources(__name__)
-    assert set(found) == {"chosen", "cut", "prefetch 4", "prefetch 8"}
-    assert all(bool(resources.prefetches) == name.startswith("prefetch") for name, resources in found.items())
+    assert set(found) == {"chosen", "cut"}
     assert all(resources.spill_bytes == 0 for resources in found.values())
