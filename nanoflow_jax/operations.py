@@ -166,6 +166,13 @@ def o_proj(
     return step.kernels.gemm(flat, layer.o_proj[...], residual=residual, rows=step.used_tokens)
 
 
+def o_proj_all_reduce(
+    step: StepInputs, layer: DecoderLayer, attended: Float[Array, "T K G H"], residual: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    """The attention output projection, summed over the ranks, and the residual."""
+    return step.kernels.gemm_all_reduce(attended.reshape(attended.shape[0], -1), layer.o_proj[...], residual)
+
+
 def gate_up_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> Float[Array, "T F"]:
     """silu(gate) * up of this rank's columns."""
     return step.kernels.gemm(h, layer.gate_up_proj[...], swiglu=True, rows=step.used_tokens)
@@ -176,6 +183,13 @@ def down_proj(
 ) -> Float[Array, "T D"]:
     """This rank's part of the feed-forward's output: a partial sum."""
     return step.kernels.gemm(ffn, layer.down_proj[...], residual=residual, rows=step.used_tokens)
+
+
+def down_proj_all_reduce(
+    step: StepInputs, layer: DecoderLayer, ffn: Float[Array, "T F"], residual: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    """The feed-forward's output, summed over the ranks, and the residual."""
+    return step.kernels.gemm_all_reduce(ffn, layer.down_proj[...], residual)
 
 
 def router(config: ModelConfig, layer: DecoderLayer, h: Float[Array, "T D"]) -> tuple[Array, Array]:
@@ -233,6 +247,7 @@ OPERATIONS: dict[str, Operation] = {
     "attention_all_gather": Operation(("attended",), ("attended",), lambda c, s, l, a: (all_gather(a, axis=1),)),
     "o_proj": Operation(("attended",), ("o",), lambda c, s, l, a: (o_proj(s, l, a),)),
     "o_proj_residual": Operation(("attended", "x"), ("x",), lambda c, s, l, a, x: (o_proj(s, l, a, residual=x),)),
+    "o_proj_all_reduce": Operation(("attended", "x"), ("x",), lambda c, s, l, a, x: (o_proj_all_reduce(s, l, a, x),)),
     "o_all_reduce": Operation(("o",), ("o",), lambda c, s, l, o: (all_reduce(o),)),
     "o_all_gather": Operation(("o",), ("o",), lambda c, s, l, o: (all_gather(o, axis=1),)),
     "attention_residual": Operation(("x", "o"), ("x",), lambda c, s, l, x, o: (x + o,)),
@@ -240,6 +255,7 @@ OPERATIONS: dict[str, Operation] = {
     "gate_up_proj": Operation(("h",), ("ffn",), lambda c, s, l, h: (gate_up_proj(s, l, h),)),
     "down_proj": Operation(("ffn",), ("down",), lambda c, s, l, f: (down_proj(s, l, f),)),
     "down_proj_residual": Operation(("ffn", "x"), ("x",), lambda c, s, l, f, x: (down_proj(s, l, f, residual=x),)),
+    "down_proj_all_reduce": Operation(("ffn", "x"), ("x",), lambda c, s, l, f, x: (down_proj_all_reduce(s, l, f, x),)),
     "router": Operation(("h",), ("chosen", "weights"), lambda c, s, l, h: router(c, l, h)),
     "experts": Operation(("h", "chosen", "weights"), ("down",), lambda c, s, l, h, e, w: (experts(c, s, l, h, e, w),)),
     "ffn_all_reduce": Operation(("down",), ("down",), lambda c, s, l, d: (all_reduce(d),)),
@@ -247,8 +263,11 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def layer_operations(config: ModelConfig, layout: ParallelLayout) -> tuple[str, ...]:
-    """Names of a layer's operations in an order that respects their reads and writes, for a whole batch at once."""
+def layer_operations(config: ModelConfig, layout: ParallelLayout, *, reduce_in_gemm: bool = False) -> tuple[str, ...]:
+    """Names of a layer's operations in an order that respects their reads and writes, for a whole batch at once.
+
+    With `reduce_in_gemm` the GEMMs in front of an all-reduce sum over the ranks themselves.
+    """
     attention = (
         "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention",
     )  # fmt: skip
@@ -256,12 +275,16 @@ def layer_operations(config: ModelConfig, layout: ParallelLayout) -> tuple[str, 
         output: tuple[str, ...] = ("o_proj_residual",)
     elif layout.gathered_o_proj:
         output = ("attention_all_gather", "o_proj", "o_all_gather", "attention_residual")
+    elif reduce_in_gemm:
+        output = ("o_proj_all_reduce",)
     else:
         output = ("o_proj", "o_all_reduce", "attention_residual")
     if config.is_moe:
         feed_forward: tuple[str, ...] = ("router", "experts", "ffn_all_reduce", "ffn_residual")
     elif layout.tp_size == 1:
         feed_forward = ("gate_up_proj", "down_proj_residual")
+    elif reduce_in_gemm:
+        feed_forward = ("gate_up_proj", "down_proj_all_reduce")
     else:
         feed_forward = ("gate_up_proj", "down_proj", "ffn_all_reduce", "ffn_residual")
     return (*attention, *output, "ffn_norm", *feed_forward)

@@ -30,7 +30,9 @@ ROWS_PER_LAUNCH = 96
 
 A layer of Llama-3-8B executed sequentially on an H200 takes 63 us and 0.66 us for each of its tokens, by a fit to its profile.
 """
-Partition = Literal["none", "all_reduce", "all_gather"]
+Partition = Literal["none", "all_reduce", "all_gather", "gemm_all_reduce"]
+REDUCED_IN_GEMM = frozenset({"o_proj", "down_proj"})
+"""Operations that sum over the ranks themselves where a plan's partition is "gemm_all_reduce"."""
 TokenKind = Literal["all", "decode", "prefill"]
 Shares = Literal["ideal", "constant", "phased"]
 
@@ -151,8 +153,10 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The search's output for one batch mix; the only input that decides split, order, streams and budgets.
 
     `partition` is the way `o_proj` is divided over the ranks and with it the layer's collectives: "all_reduce" divides its
-    rows, "all_gather" its columns, "none" is one rank. `shares` says how SMs are budgeted: "constant" through a
-    nano-operation's life, "phased" with a change at phase borders, "ideal" not at all (stage I, in which nothing interferes).
+    rows, "all_gather" its columns, "none" is one rank. With "gemm_all_reduce" rows are divided and the GEMM itself sums over
+    the ranks, in one kernel: a layer of dense models then has no collectives of its own. `shares` says how SMs are budgeted:
+    "constant" through a nano-operation's life, "phased" with a change at phase borders, "ideal" not at all (stage I, in which
+    nothing interferes).
     `decode_context` is how many tokens the plan takes a decoding sequence to have in the cache, None if that was not recorded.
     """
 
@@ -193,7 +197,8 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
     """The operations of one decoder layer in an order that respects their dependencies.
 
-    Source: NanoFlow paper, section 4.1.2 (all-gather and all-reduce alternatives move the same bytes).
+    Source: NanoFlow paper, section 4.1.2 (all-gather and all-reduce alternatives move the same bytes). Experts have no kernel
+    that sums over the ranks, so a collective follows them in "gemm_all_reduce", too.
     """
     nodes: list[Operation] = []
 
@@ -204,7 +209,10 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
 
     compute, memory, network = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
     feed_forward = "experts" if moe else "down_proj"
-    last = feed_forward if partition == "none" else "ffn_all_reduce"
+    alone, in_gemm = partition == "none", partition == "gemm_all_reduce"
+    reduced_apart = not alone and (moe or not in_gemm)
+    last = "ffn_all_reduce" if reduced_apart else feed_forward
+    complete = {"none": "_residual", "gemm_all_reduce": "_all_reduce"}.get(partition, "")
     qkv = Dependency(producer=last, previous_layer=True)
     add("qkv_proj", compute, [qkv], "attention_norm", "qkv_proj", "append_kv")
     add("decode_attention", memory, ["qkv_proj"], tokens="decode")
@@ -212,8 +220,7 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
     x: Sequence[str] = ("decode_attention", "prefill_attention")
     if partition == "all_gather":
         x = (add("attention_all_gather", network, x),)
-    alone = partition == "none"
-    x = (add("o_proj", compute, x, "o_proj_residual" if alone else "o_proj"),)
+    x = (add("o_proj", compute, x, f"o_proj{complete}"),)
     if partition == "all_gather":
         x = (add("o_all_gather", network, x, "o_all_gather", "attention_residual"),)
     elif partition == "all_reduce":
@@ -222,8 +229,8 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
         x = (add("experts", compute, x, "ffn_norm", "router", "experts", *(["ffn_residual"] if alone else [])),)
     else:
         x = (add("gate_up_proj", compute, x, "ffn_norm", "gate_up_proj"),)
-        x = (add("down_proj", compute, x, "down_proj_residual" if alone else "down_proj"),)
-    if partition != "none":
+        x = (add("down_proj", compute, x, f"down_proj{complete}"),)
+    if reduced_apart:
         add("ffn_all_reduce", network, x, "ffn_all_reduce", "ffn_residual")
     return tuple(nodes)
 

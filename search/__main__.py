@@ -179,7 +179,8 @@ def _hand(args: argparse.Namespace) -> None:
             raise plans.PlanError(f"--decode-tokens {args.decode_tokens} must lie in [1, {args.b_dense}]")
         mix = dataclasses.replace(mix, decode_tokens=args.decode_tokens)
     table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
-    costing = Costing(model=model, table=table, mix=mix, partition="none")
+    partition = "none" if args.tp == 1 else "gemm_all_reduce"
+    costing = Costing(model=model, table=table, mix=mix, partition=partition)
     plan = hand_pipeline(costing, args.border, args.attention_sms)
     simulate(plan, costing)
     args.out.write_bytes(plan_files.encode(plan))

@@ -5,6 +5,8 @@
     phase 2   memory    decode attention of the second, if the border leaves it any
               compute   prompt attention (if any), o, feed-forward of the first, and its qkv of the next layer
 
+Under tensor parallelism o and down sum over the ranks themselves, so there are no collectives to place.
+
 Every weight is read twice, everything else once, and GEMMs never run on part of the chip while the rest idles, but for what
 the durations of a phase's two chains differ.
 """
@@ -22,24 +24,25 @@ from search.schedule import Node
 
 # Loads are summed in whole ticks: fine ones, so that rounding does not lift a bound above a plan that reaches it.
 _BOUND_TICK_US = 1e-3
+PARTITIONS = ("none", "gemm_all_reduce")
 _AFTER_ATTENTION = ("prefill_attention", "o_proj", "gate_up_proj", "down_proj")
 
 
 def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> PipelinePlan:
-    """The pipeline for one GPU with nano-batches [0, border) and [border, b_dense), attention on `attention_sms`.
+    """The pipeline of each GPU with nano-batches [0, border) and [border, b_dense), attention on `attention_sms`.
 
     Times are the costing's; kernels beside each other slow down as its interference map says of so many SMs, and all of them
     alike where the power model says that the cap would not let them run so fast.
 
     Raises:
-      ValueError: more than one rank, experts, no decoding tokens, or a border or number of SMs out of range.
+      ValueError: collectives, experts, no decoding tokens, or a border or number of SMs out of range.
       PlanError: the border is no multiple of a tile.
     """
     mix, table = costing.mix, costing.table
-    if table.tp != 1 or costing.model.is_moe or mix.decode_tokens == 0:
+    if costing.partition not in PARTITIONS or costing.model.is_moe or mix.decode_tokens == 0:
         raise ValueError(
-            f"tp={table.tp}, {costing.model.name} and decode_tokens={mix.decode_tokens}: a hand pipeline is for one rank, "
-            "dense models and batches that decode"
+            f"{costing.partition}, {costing.model.name} and decode_tokens={mix.decode_tokens}: a hand pipeline is for "
+            f"partitions {' and '.join(PARTITIONS)}, dense models and batches that decode"
         )
     if not 0 < border < mix.b_dense or not 0 < attention_sms < table.num_sms:
         raise ValueError(f"{border=} must lie in (0, {mix.b_dense}) and {attention_sms=} in (0, {table.num_sms})")
@@ -61,7 +64,7 @@ def hand_pipeline(costing: Costing, border: int, attention_sms: int) -> Pipeline
     power = table.power
     nanos, phases = fold(lane.placed, period, power.idle_w if power else 0.0)
     plan = PipelinePlan(
-        model=costing.model.name, device=table.device, tp=1, moe=False, partition="none", b_dense=mix.b_dense,
+        model=costing.model.name, device=table.device, tp=table.tp, moe=False, partition=costing.partition, b_dense=mix.b_dense,
         decode_tokens=mix.decode_tokens, decode_context=mix.decode_context, num_sms=table.num_sms, shares="constant",
         period_us=period, nano_batches=batches,
         nano_operations=nanos, phases=phases,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.plan import TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations
+from nanoflow_jax.plan import REDUCED_IN_GEMM, TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations
 from nanoflow_jax.workload import BatchMix
 from search.analytic import kernel_energy_j
 from search.profile_table import ProfileTable, Timing, kernel_of, lookup
@@ -137,14 +137,28 @@ class Costing:
 
     def timing(self, op: Operation, tokens: int, num_sms: int | None = None) -> Timing:
         """Time and energy. Energy is the power model's, where there is one: kernels were measured alone, at other clocks than
-        they have beside each other, and at a few sizes only."""
+        they have beside each other, and at a few sizes only.
+
+        A GEMM that sums over the ranks takes the root of the sum of the squares of its own and the all-reduce's time: on two
+        H200s that was at most 9 % off (docs/kernels-collectives.md).
+        """
         kernel, context = kernel_of(self.model, self.table.tp, self.partition, op.name), self.context(op)
         timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=context)
         if self.table.power is not None:
             timing = dataclasses.replace(timing, energy_j=kernel_energy_j(self.table.power, kernel, tokens, context))
+        if self.partition == "gemm_all_reduce" and op.name in REDUCED_IN_GEMM:
+            timing = self._with_all_reduce(timing, tokens)
         if self.tick_us is None:
             return timing
         return dataclasses.replace(timing, time_us=max(1, round(timing.time_us / self.tick_us)) * self.tick_us)
+
+    def _with_all_reduce(self, gemm: Timing, tokens: int) -> Timing:
+        kernel = kernel_of(self.model, self.table.tp, self.partition, "o_all_reduce")
+        together_us = math.hypot(gemm.time_us, lookup(self.table, kernel, tokens).time_us)
+        if self.table.power is None or gemm.energy_j is None:
+            return dataclasses.replace(gemm, time_us=together_us)
+        energy_j = gemm.energy_j + kernel_energy_j(self.table.power, kernel, tokens, 0.0)
+        return dataclasses.replace(gemm, time_us=together_us, energy_j=energy_j)
 
     def time_of(self, operation: str, tokens: int) -> float:
         """Microseconds of an operation alone on the whole device."""

@@ -108,7 +108,7 @@ def _run(
     bench: Bench, optimal: dict[str, Any], args: argparse.Namespace, out: Path, begun: float, deadline: float
 ) -> dict[str, Any]:
     setup, plan = bench.setup, bench.setup.plan
-    rows = variants(bench.on_gpu, args.kernels or bench.default_kernels, args.modes)
+    rows = variants(bench.on_gpu, args.kernels or bench.default_kernels, args.modes, plan)
     record: dict[str, Any] = {
         "model": plan.model, "device": bench.devices[0].device_kind, "tp": plan.tp, "b_dense": plan.b_dense,
         "decode_tokens": plan.decode_tokens, "workload": str(setup.workload), "context": int(setup.workload.decode_context),
@@ -218,7 +218,8 @@ def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, ro
     expected: names.Expected = {}
     match variant.mode:
         case "sequential":
-            expected = names.sequential_kernels(setup.at(deep), bench.layout)
+            reduce_in_gemm = variant.kernels == "mosaic_peers"
+            expected = names.sequential_kernels(setup.at(deep), bench.layout, reduce_in_gemm=reduce_in_gemm)
         case "fused":
             expected = names.fused_kernels(setup.plan, deep)
         case "nano" | "streams":

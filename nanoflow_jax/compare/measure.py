@@ -54,16 +54,19 @@ class Variant:
         return f"{self.mode}-{self.kernels}"
 
 
-def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str]) -> list[Variant]:
-    """The rows of `modes`: on GPUs what needs no SM budgets is shown with either GEMM."""
+def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str], plan: PipelinePlan) -> list[Variant]:
+    """The rows of `modes`: on GPUs what needs no SM budgets is shown with all kernels that can do it."""
     if not on_gpu:
         return [Variant(mode, kernels) for mode in get_args(ExecutionMode) if mode in modes]
     either: tuple[KernelChoice, ...] = ("cublas", "mosaic")
+    peers: tuple[KernelChoice, ...] = ("mosaic_peers",)
+    of_mode: dict[str, tuple[KernelChoice, ...]] = {
+        "sequential": either + peers if plan.tp > 1 else either,
+        "xla": either,
+    }
+    budgeted = peers if plan.partition == "gemm_all_reduce" else ("mosaic",)
     return [
-        Variant(mode, choice)
-        for mode in get_args(ExecutionMode)
-        if mode in modes
-        for choice in (either if mode in ("sequential", "xla") else ("mosaic",))
+        Variant(mode, choice) for mode in get_args(ExecutionMode) if mode in modes for choice in of_mode.get(mode, budgeted)
     ]
 
 
@@ -115,7 +118,7 @@ class Bench:
 
     @property
     def default_kernels(self) -> KernelChoice:
-        return best_choice(self.devices[0])
+        return best_choice(self.devices[0], self.setup.plan.tp)
 
     def lower(self, variant: Variant, num_layers: int) -> Any:
         """The step of one mode at one depth, traced but not compiled; needs no weights."""

@@ -11,7 +11,7 @@ from nanoflow_jax.executor import fused as fused_executor
 from nanoflow_jax.executor.phases import Placed, group, in_order
 from nanoflow_jax.operations import layer_operations
 from nanoflow_jax.parallel import ParallelLayout
-from nanoflow_jax.plan import PipelinePlan
+from nanoflow_jax.plan import REDUCED_IN_GEMM, PipelinePlan
 
 # Kinds of kernels that each operation launches, in order. Anything that an operation launches besides is of kind "other".
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -55,28 +55,32 @@ Expected = dict[str, list[Label]]
 """Kind of kernel -> what those of one step are, in the order in which a mode issues them."""
 
 
-def sequential_kernels(config: ModelConfig, layout: ParallelLayout) -> Expected:
+def sequential_kernels(config: ModelConfig, layout: ParallelLayout, *, reduce_in_gemm: bool = False) -> Expected:
     """What a sequential step launches."""
-    names = layer_operations(config, layout)
+    names = layer_operations(config, layout, reduce_in_gemm=reduce_in_gemm)
     # On one rank the projections add the residual, too.
-    return _expected([Label(name.removesuffix("_residual"), layer) for layer in range(config.num_layers) for name in names])
+    operations = [name.removesuffix("_residual").replace("_proj_all_reduce", "_proj") for name in names]
+    return _expected([Label(name, layer) for layer in range(config.num_layers) for name in operations], reduce_in_gemm)
 
 
 def planned_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     """What a step by the plan launches when every nano-operation has kernels of its own."""
-    return _expected([_label(placed) for placed in in_order(plan, num_layers)])
+    return _expected([_label(placed) for placed in in_order(plan, num_layers)], plan.partition == "gemm_all_reduce")
 
 
 def fused_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     """What a step by the plan launches when attention and the GEMM beside it are one kernel."""
     alone: list[Label] = []
     fused: list[Label] = []
+    gemms = fused_executor.gemms(plan)
     for phase in group(plan, num_layers):
-        parts = fused_executor.beside(phase)
+        parts = fused_executor.beside(phase, gemms)
         taken = {part.attention for of_gemm in parts.values() for part in of_gemm}
         for index, placed in enumerate(phase):
             if index in parts:
                 fused.append(dataclasses.replace(_label(placed), beside=_label(phase[parts[index][0].attention])))
+            elif placed.nano.operation in REDUCED_IN_GEMM - gemms:
+                fused.append(_label(placed))
             elif index not in taken:
                 alone.append(_label(placed))
     return _expected(alone) | {"fused": fused}
@@ -86,10 +90,11 @@ def _label(placed: Placed) -> Label:
     return Label(placed.nano.operation, placed.layer, placed.nano.nano_batch)
 
 
-def _expected(layers: Sequence[Label]) -> Expected:
+def _expected(layers: Sequence[Label], reduce_in_gemm: bool = False) -> Expected:
     found: Expected = defaultdict(list)
     for label in (Label("embed"), *layers, Label("logits")):
-        for each in _KINDS.get(label.operation, ()):
+        in_gemm = reduce_in_gemm and label.operation in REDUCED_IN_GEMM
+        for each in ("fused",) if in_gemm else _KINDS.get(label.operation, ()):
             found[each].append(label)
     return found
 

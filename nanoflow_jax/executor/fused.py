@@ -5,7 +5,7 @@ large as the part of the attention's time that the plan has the two side by side
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jaxtyping import Array
 
 from nanoflow_jax.executor.phases import Phase, Placed
 from nanoflow_jax.kernels import Kernels
+from nanoflow_jax.plan import REDUCED_IN_GEMM, PipelinePlan
 
-GEMMS = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
-"""Operations of a plan that are one GEMM and what little goes before and behind it."""
+_GEMMS = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
 
 Apply = Callable[[Kernels], dict[str, Array]]
 """Runs a nano-operation with the given kernels; returns what it wrote."""
@@ -30,15 +30,20 @@ class Part:
     last: float
 
 
-def beside(phase: Phase) -> dict[int, tuple[Part, ...]]:
-    """Index of each GEMM in the phase that the plan runs beside decode attention -> what of it goes with that GEMM.
+def gemms(plan: PipelinePlan) -> frozenset[str]:
+    """Operations of the plan that are one GEMM, which sums over no ranks, and what little goes before and behind it."""
+    return _GEMMS - REDUCED_IN_GEMM if plan.partition == "gemm_all_reduce" else _GEMMS
+
+
+def beside(phase: Phase, gemms: Set[str]) -> dict[int, tuple[Part, ...]]:
+    """Index of each of `gemms` in the phase that the plan runs beside decode attention -> what of it goes with that GEMM.
 
     A kernel reads one layer's pages. Where a GEMM meets attention of two layers it takes the one that it meets longer.
     """
     attentions = [i for i, placed in enumerate(phase) if placed.nano.operation == "decode_attention"]
     meetings: dict[int, dict[int, float]] = {}
     for index, gemm in enumerate(phase):
-        times = {i: _common_us(phase[i], gemm) for i in attentions} if gemm.nano.operation in GEMMS else {}
+        times = {i: _common_us(phase[i], gemm) for i in attentions} if gemm.nano.operation in gemms else {}
         times = {i: time_us for i, time_us in times.items() if time_us > 0}
         if times:
             layer = phase[max(times, key=lambda i: times[i])].layer

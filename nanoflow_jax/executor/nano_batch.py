@@ -78,10 +78,13 @@ def forward(
       new_kv: as in `sequential.forward`.
 
     Raises:
-      ValueError: the batch has another number of tokens than the plan, or weights are divided otherwise than it wants.
+      ValueError: the batch has another number of tokens than the plan, weights are divided otherwise than it wants, or it wants
+        GEMMs on streams to sum over the ranks where kernels need a collective for that.
     """
     if (plan.partition == "all_gather") != layout.gathered_o_proj:
         raise ValueError(f"{plan.partition=} does not fit weights with {layout.gathered_o_proj=}")
+    if plan.partition == "gemm_all_reduce" and on_streams and not kernels_for(plan.num_sms).reduces_in_gemm:
+        raise ValueError(f"{plan.partition=} wants GEMMs that sum over the ranks themselves: kernels 'mosaic_peers'")
     if batch.shape.num_tokens != plan.b_dense:
         raise ValueError(f"a batch of {batch.shape.num_tokens} tokens does not fit a plan of {plan.b_dense=}")
     pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache)
@@ -90,12 +93,13 @@ def forward(
     in_phases = mode in (Mode.STREAMS, Mode.FUSED)
     phases = group(plan, num_layers) if in_phases else [(placed,) for placed in in_order(plan, num_layers)]
     annotate = on_stream if on_streams and in_phases else where_it_is
+    gemms = fused.gemms(plan)
     behind: list[Array] = []
     for phase in phases:
         if mode is not Mode.XLA:
             pipeline.hold_back(phase, behind)
         regions = pipeline.regions(phase) if mode is Mode.STREAMS and probe is None else [[i] for i in range(len(phase))]
-        results = pipeline.run(phase, annotate, fused.beside(phase) if mode is Mode.FUSED else {}, regions)
+        results = pipeline.run(phase, annotate, fused.beside(phase, gemms) if mode is Mode.FUSED else {}, regions)
         if mode is not Mode.XLA:
             results = lax.optimization_barrier(results)
         behind = [array for values in results for array in values.values()]

@@ -356,7 +356,7 @@ class ModelRunner:
         return f"{facts}\n{arrays}"
 
     def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None, offload: bool) -> Any:
-        automatic = best_choice(self.mesh.devices.flat[0])
+        automatic = best_choice(self.mesh.devices.flat[0], self._layout.tp_size)
         kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
             self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,

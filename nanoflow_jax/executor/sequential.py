@@ -14,6 +14,8 @@ from nanoflow_jax.models.decoder import Decoder
 from nanoflow_jax.operations import OPERATIONS, embed, layer_operations, logits, step_inputs
 from nanoflow_jax.parallel import ParallelLayout
 
+# The operations with which x has the attention's part of a layer.
+_ATTENTION_ADDED = {"attention_residual", "o_proj_residual", "o_proj_all_reduce"}
 Probe = Callable[[int, str, dict[str, Array]], None]
 
 
@@ -40,7 +42,7 @@ def forward(
     """
     step = step_inputs(config, batch, kernels=kernels)
     x = embed(decoder, input_tokens(batch, last_tokens))
-    names = layer_operations(config, layout)
+    names = layer_operations(config, layout, reduce_in_gemm=kernels.reduces_in_gemm)
     k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
     for i, layer in enumerate(decoder.layers):
         values = {"x": x, "k_pages": k_pages[i], "v_pages": v_pages[i]}
@@ -49,7 +51,7 @@ def forward(
             written = operation.apply(config, step, layer, *(values[read] for read in operation.reads))
             values.update(zip(operation.writes, written, strict=True))
             # Here, so that the copy runs beside the feed-forward.
-            if new_kv is not None and name in ("attention_residual", "o_proj_residual"):
+            if new_kv is not None and name in _ATTENTION_ADDED:
                 values["x"] = new_kv.leave(values["kv"], values["x"])
             if probe is not None:
                 probe(i, name, values)

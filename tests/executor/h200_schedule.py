@@ -43,8 +43,9 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
     layout = parallel_layout(config, plan.tp)
     shape = BatchShape(plan.b_dense, plan.b_dense, MAX_CONTEXT // PAGE_SIZE)
     graph, weights = nnx.split(abstract_decoder(config, layout, mesh, jnp.dtype(jnp.bfloat16)))
+    kernels = "mosaic_peers" if plan.partition == "gemm_all_reduce" else "mosaic"
     step = step_function(
-        config, layout, mesh, graph, shape, plan=None if mode == "sequential" else plan, mode=mode, kernels="mosaic",
+        config, layout, mesh, graph, shape, plan=None if mode == "sequential" else plan, mode=mode, kernels=kernels,
         num_sms=plan.num_sms, on_gpu=True,
     )  # fmt: skip
     pages = jax.ShapeDtypeStruct(

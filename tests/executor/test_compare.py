@@ -16,7 +16,7 @@ from nanoflow_jax.compare.searched import SearchError, find_plan, optimal_throug
 from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.step import ExecutionMode
-from nanoflow_jax.plan import PipelinePlan
+from nanoflow_jax.plan import Partition, PipelinePlan
 from nanoflow_jax.plan_files import decode_plan, encode
 from nanoflow_jax.workload import parse_workload, steady_mix
 from pallas_kernels.power import PowerMeter
@@ -247,11 +247,19 @@ def test_rows_of_the_table_show_overlap_and_reasons() -> None:
 
 @pytest.mark.parametrize("modes", [("sequential", "streams"), ("xla",)])
 def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...]) -> None:
-    rows = [variant.label for variant in measure.variants(True, "cublas", modes)]
+    plan = random_plan(np.random.default_rng(0), tp=1, moe=False, partition="none", b_dense=16, decode_tokens=8, tile=4)
+    rows = [variant.label for variant in measure.variants(True, "cublas", modes, plan)]
     if "xla" in modes:
         assert rows == ["xla (cublas)", "xla (mosaic)"]
     else:
         assert rows == ["sequential (cublas)", "sequential (mosaic)", "streams (mosaic)"]
+
+
+@pytest.mark.parametrize(("partition", "kernels"), [("all_reduce", "mosaic"), ("gemm_all_reduce", "mosaic_peers")])
+def test_ranks_show_gemms_that_sum_over_them_too(partition: Partition, kernels: str) -> None:
+    plan = random_plan(np.random.default_rng(0), tp=2, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=4)
+    rows = [variant.label for variant in measure.variants(True, "cublas", ("sequential", "streams"), plan)]
+    assert rows == ["sequential (cublas)", "sequential (mosaic)", "sequential (mosaic_peers)", f"streams ({kernels})"]
 
 
 def test_the_batch_is_the_workloads_mix() -> None:

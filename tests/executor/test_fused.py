@@ -12,6 +12,8 @@ from nanoflow_jax.executor.phases import Placed
 from nanoflow_jax.kernels import REFERENCE, Kernels, cublas, mosaic
 from nanoflow_jax.plan import NanoOperation, Resource
 
+GEMMS = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
+
 _RESOURCES = {"decode_attention": Resource.MEMORY, "o_all_reduce": Resource.NETWORK}
 
 
@@ -34,7 +36,7 @@ def test_attention_is_divided_among_the_gemms_that_it_meets_by_the_time_they_mee
         _placed("gate_up_proj", 10, 26),
         _placed("down_proj", 26, 60),
     )
-    assert fused.beside(phase) == {0: (Part(1, 0.0, 0.25),), 2: (Part(1, 0.25, 0.75),), 3: (Part(1, 0.75, 1.0),)}
+    assert fused.beside(phase, GEMMS) == {0: (Part(1, 0.0, 0.25),), 2: (Part(1, 0.25, 0.75),), 3: (Part(1, 0.75, 1.0),)}
 
 
 def test_a_gemm_takes_the_ends_of_several_attentions_of_one_layer() -> None:
@@ -45,10 +47,10 @@ def test_a_gemm_takes_the_ends_of_several_attentions_of_one_layer() -> None:
         _placed("prefill_attention", 40, 45),
         _placed("down_proj", 45, 60),
     )
-    assert fused.beside(phase) == {0: (Part(1, 0.0, 1.0), Part(2, 0.0, 2 / 3)), 4: (Part(2, 2 / 3, 1.0),)}
+    assert fused.beside(phase, GEMMS) == {0: (Part(1, 0.0, 1.0), Part(2, 0.0, 2 / 3)), 4: (Part(2, 2 / 3, 1.0),)}
     other_layer = (*phase[:2], dataclasses.replace(phase[2], layer=1), *phase[3:])
-    assert fused.beside(other_layer) == {0: _whole(1), 4: _whole(2)}
-    assert fused.beside(phase[3:]) == {}
+    assert fused.beside(other_layer, GEMMS) == {0: _whole(1), 4: _whole(2)}
+    assert fused.beside(phase[3:], GEMMS) == {}
 
 
 def test_streams_stay_where_something_is_left_to_overlap() -> None:

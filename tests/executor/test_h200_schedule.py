@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from nanoflow_jax.config import preset
-from nanoflow_jax.executor.fused import beside
+from nanoflow_jax.executor.fused import beside, gemms
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.kv_cache import step_bytes
 from nanoflow_jax.parallel import parallel_layout
@@ -19,6 +19,7 @@ from tests.kernels.aot import child_environment
 
 pytestmark = pytest.mark.aot
 ONE_GPU, FOUR_GPUS, EIGHT_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4", "llama3-70b-h200-tp8"
+TWO_GPUS_BY_HAND = "llama3-70b-h200-tp2-hand"
 _WITH_NETWORK = {"compute+memory", "compute+network"}
 
 
@@ -42,6 +43,11 @@ def test_streams_keep_the_pairs_of_the_plan_in_flight(plan: str, pairs: set[str]
     assert min(found[pair] for pair in pairs) >= 3, "once per layer"
 
 
+def test_gemms_that_sum_over_the_ranks_leave_no_collectives_to_a_layer() -> None:
+    """In the layers attention runs beside them, and NCCL is left to the embedding and the logits."""
+    assert schedule(TWO_GPUS_BY_HAND, "streams")["pairs"] == {"compute+memory": NUM_LAYERS}
+
+
 @pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
 def test_a_profile_can_tell_whose_kernels_are_whose(plan: str) -> None:
     assert len(schedule(plan, "streams")["unnamed_kernels"]) == 1, "logits belong to no nano-operation"
@@ -56,8 +62,8 @@ def test_nothing_waits_for_regions_that_do_nothing(plan: str) -> None:
 @pytest.mark.parametrize(("plan", "others"), [(ONE_GPU, set()), (FOUR_GPUS, {"compute+network"})])
 def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, others: set[str]) -> None:
     found = schedule(plan, "fused")
-    phases = group(decode_plan((PLANS / f"{plan}.json").read_bytes()), NUM_LAYERS)
-    pairs = sum(len(beside(phase)) for phase in phases)
+    found_plan = decode_plan((PLANS / f"{plan}.json").read_bytes())
+    pairs = sum(len(beside(phase, gemms(found_plan))) for phase in group(found_plan, NUM_LAYERS))
     assert found["fused_calls"] == pairs >= NUM_LAYERS
     assert others <= found["pairs"].keys()
 

@@ -112,7 +112,9 @@ def compare(kind: str, tp_size: int, partition: str, mode: Mode, seed: int) -> i
     )  # fmt: skip
     host = Host(model_of(kind, tp_size, False), SHAPE, page_size=4, num_pages=96, seed=seed)
     batch = mixed_batch(rng, host, plan)
-    expected, expected_pool, truth = run(host.model, host, batch, sequential.forward)
+    # Borders are compared where the same values exist; that all partitions agree, another test says.
+    kernels = dataclasses.replace(REFERENCE, reduces_in_gemm=partition == "gemm_all_reduce")
+    expected, expected_pool, truth = run(host.model, host, batch, functools.partial(sequential.forward, kernels=kernels))
     forward = functools.partial(nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: REFERENCE, on_streams=False)
     planned = model_of(kind, tp_size, partition == "all_gather")
     rows = batch.q_lens > 0
@@ -170,14 +172,52 @@ def test_one_rank(mode: Mode, seed: int) -> None:
 @COMPILED
 @given(seed=st.integers(0, 2**31))
 @pytest.mark.parametrize("kind", list(CONFIGS))
-@pytest.mark.parametrize(("tp_size", "partition"), [(1, "none"), (2, "all_reduce"), (4, "all_gather"), (8, "all_reduce")])
+@pytest.mark.parametrize(("tp_size", "partition"), [(1, "none"), (2, "gemm_all_reduce"), (4, "all_gather"), (8, "all_reduce")])
 def test_every_kind_and_partition(kind: str, tp_size: int, partition: str, seed: int) -> None:
     compare(kind, tp_size, partition, list(Mode)[seed % len(Mode)], seed)
 
 
-@pytest.mark.parametrize(("partition", "mode"), [("all_reduce", Mode.FUSED), ("all_gather", Mode.NANO)])
+@pytest.mark.parametrize(
+    ("partition", "mode"), [("all_reduce", Mode.FUSED), ("all_gather", Mode.NANO), ("gemm_all_reduce", Mode.FUSED)]
+)
 def test_two_ranks(partition: str, mode: Mode) -> None:
     assert compare("bias", 2, partition, mode, 5) > 0
+
+
+def test_gemms_that_sum_over_the_ranks_change_nothing() -> None:
+    rng = np.random.default_rng(5)
+    plan = random_plan(rng, tp=2, moe=False, partition="gemm_all_reduce", b_dense=B_DENSE, tile=TILE, decode_tokens=16)
+    host = Host(model_of("dense", 2, False), SHAPE, page_size=4, num_pages=96, seed=5)
+    batch = mixed_batch(rng, host, plan)
+    calls = []
+
+    def gemm_all_reduce(a: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
+        calls.append(b.shape)
+        return REFERENCE.gemm_all_reduce(a, b, residual)
+
+    kernels = dataclasses.replace(REFERENCE, gemm_all_reduce=gemm_all_reduce, reduces_in_gemm=True)
+    expected, _, _ = run(host.model, host, batch, sequential.forward)
+    in_sequence = functools.partial(sequential.forward, kernels=kernels)
+    planned = functools.partial(
+        nano_batch.forward, plan=plan, mode=Mode.STREAMS, kernels_for=lambda _: kernels, on_streams=False
+    )
+    rows = batch.q_lens > 0
+    for forward in (in_sequence, planned):
+        calls.clear()
+        got, _, _ = run(host.model, host, batch, forward, watched=False)
+        np.testing.assert_allclose(got[rows], expected[rows], atol=1e-5)
+        assert len(calls) >= 2 * host.model.config.num_layers
+
+
+def test_on_streams_a_gemm_needs_a_kernel_that_sums_over_the_ranks() -> None:
+    rng = np.random.default_rng(0)
+    plan = random_plan(rng, tp=2, moe=False, partition="gemm_all_reduce", b_dense=B_DENSE, tile=TILE, decode_tokens=8)
+    host = Host(model_of("dense", 2, False), SHAPE, page_size=4, num_pages=96)
+    forward = functools.partial(
+        nano_batch.forward, plan=plan, mode=Mode.STREAMS, kernels_for=lambda _: REFERENCE, on_streams=True
+    )
+    with pytest.raises(ValueError, match="kernels 'mosaic_peers'"):
+        run(host.model, host, empty_batch(SHAPE), forward)
 
 
 def test_a_plan_of_another_size_is_refused() -> None:

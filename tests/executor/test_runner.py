@@ -232,4 +232,6 @@ def test_a_step_is_given_memory_for_its_logits_and_their_sampling() -> None:
 
 
 def test_automatic_kernels_are_those_of_the_platform() -> None:
-    assert [best_choice(types.SimpleNamespace(platform=name)) for name in ("gpu", "cpu")] == ["mosaic", "reference"]
+    gpu, cpu = (types.SimpleNamespace(platform=name) for name in ("gpu", "cpu"))
+    assert [best_choice(gpu, tp_size) for tp_size in (1, 2, 4)] == ["mosaic", "mosaic_peers", "mosaic"]
+    assert best_choice(cpu, 2) == "reference"

@@ -304,6 +304,20 @@ def test_kernels_of_a_kind_are_named_in_order(planned: bool) -> None:
     assert [label.operation for label in sequential["gemm"]] == [*gemms, *gemms, "logits"]
 
 
+def test_gemms_that_sum_over_the_ranks_are_fused_kernels() -> None:
+    rng = np.random.default_rng(1)
+    plan = random_plan(rng, tp=2, moe=False, partition="gemm_all_reduce", b_dense=16, decode_tokens=8, tile=4)
+    config = small_config()
+    sequential = sequential_kernels(config, parallel_layout(config, 2), reduce_in_gemm=True)
+    assert [label.operation for label in sequential["fused"]] == ["o_proj", "down_proj"] * config.num_layers
+    assert {label.operation for label in sequential["collective"]} == {"embed", "logits"}
+    for planned in (planned_kernels(plan, 3), fused_kernels(plan, 3)):
+        summed = [label for label in planned["fused"] if label.operation in ("o_proj", "down_proj")]
+        assert len(summed) == 3 * (len(plan.nano_batches["o_proj"]) + len(plan.nano_batches["down_proj"]))
+        assert not any(label.beside for label in summed)
+        assert {label.operation for label in planned["gemm"]} <= {"qkv_proj", "gate_up_proj", "logits"}
+
+
 def test_what_does_not_match_is_told_by_kind() -> None:
     expected = {"gemm": [Label("qkv_proj", 0), Label("logits")], "decode_attention": [Label("decode_attention", 0)]}
     events = [event(C, 0, 1), event(M, 1, 1)]
@@ -322,7 +336,7 @@ def test_a_fused_kernel_has_two_names(seed: int) -> None:
     by_second = {
         Label("decode_attention", phase[part.attention].layer, phase[part.attention].nano.nano_batch)
         for phase in group(plan, 3)
-        for parts in fused_executor.beside(phase).values()
+        for parts in fused_executor.beside(phase, fused_executor.gemms(plan)).values()
         for part in parts[1:]
     }
     assert {*fused["decode_attention"], *besides} | by_second == set(alone["decode_attention"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
-from nanoflow_jax.plan import TILE, PlanError, Resource, token_range
+from nanoflow_jax.plan import TILE, Partition, PlanError, Resource, token_range
 from nanoflow_jax.workload import BatchMix
 from search.analytic import analytic_profile
 from search.hand_pipeline import hand_pipeline
@@ -18,11 +18,11 @@ from search.hardware import hardware
 from search.problem import GROUP_OF, Costing
 
 
-def costing(b_dense: int, decode_tokens: int) -> Costing:
+def costing(b_dense: int, decode_tokens: int, tp: int = 1, partition: Partition = "none") -> Costing:
     model = preset("llama3-8b")
     mix = BatchMix(b_dense=b_dense, decode_tokens=decode_tokens, decode_context=1280.0, prefill_context=512.0)
-    table = analytic_profile(model, hardware("h200"), 1, [mix])
-    return Costing(model=model, table=table, mix=mix, partition="none")
+    table = analytic_profile(model, hardware("h200"), tp, [mix])
+    return Costing(model=model, table=table, mix=mix, partition=partition)
 
 
 @given(data=st.data(), tiles=st.integers(2, 16), sms=st.integers(1, 131))
@@ -75,9 +75,10 @@ def test_bounds_are_those_of_all_cuts(data: st.DataObject, tiles: int) -> None:
     assert p.gap == pytest.approx(1 - p.ideal_bound_us / p.ideal_us, abs=1e-4)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("b_dense", "decode_tokens", "border"), [(2048, 704, 768), (2048, 1024, 1024), (1024, 1024, 512)])
-def test_executors_see_two_phases_a_layer(b_dense: int, decode_tokens: int, border: int) -> None:
-    plan = hand_pipeline(costing(b_dense, decode_tokens), border, 40)
+def test_executors_see_two_phases_a_layer(b_dense: int, decode_tokens: int, border: int, tp: int) -> None:
+    plan = hand_pipeline(costing(b_dense, decode_tokens, tp, "none" if tp == 1 else "gemm_all_reduce"), border, 40)
     assert 300 < plan.prediction.mean_power_w < 700.01, "no more than the cap"
     layers = 8
     phases = group(plan, layers)
@@ -96,3 +97,19 @@ def test_nonsense_is_refused(border: int, sms: int, named: str) -> None:
 def test_a_border_inside_a_tile_is_refused() -> None:
     with pytest.raises(PlanError, match="tile"):
         hand_pipeline(costing(2048, 704), 1000, 40)
+
+
+def test_a_gemm_pays_for_the_sum_over_the_ranks() -> None:
+    inside, apart = (costing(2048, 704, 2, partition) for partition in ("gemm_all_reduce", "all_reduce"))
+    for gemm, reduce in (("o_proj", "o_all_reduce"), ("down_proj", "ffn_all_reduce")):
+        together, own, network = (inside.time_of(gemm, 2048), apart.time_of(gemm, 2048), apart.time_of(reduce, 2048))
+        assert max(own, network) < together < own + network
+        assert inside.energy_of(gemm, 2048) == pytest.approx(
+            (apart.energy_of(gemm, 2048) or 0) + (apart.energy_of(reduce, 2048) or 0)
+        )
+    assert inside.time_of("gate_up_proj", 2048) == apart.time_of("gate_up_proj", 2048)
+
+
+def test_collectives_are_refused() -> None:
+    with pytest.raises(ValueError, match="all_gather, llama3-8b"):
+        hand_pipeline(costing(2048, 704, 2, "all_gather"), 1024, 40)
