@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nanoflow_jax.compare import names, overlap, pictures, report
 from nanoflow_jax.compare.measure import TRACED_STEPS, Bench, Compiled, Key, Setup, Variant, compile_all, progress, variants
@@ -124,8 +125,13 @@ def _run(
         if time.monotonic() < deadline:
             bench.fill()
         print(f"{report.title(record)}\n{report.HEADER}", flush=True)
+        expected: tuple[str, np.ndarray] | None = None
         for variant in rows:
-            record["modes"][variant.label] = row = _measure_row(bench, variant, futures, optimal, args, out, deadline)
+            row, logits = _measure_row(bench, variant, futures, optimal, args, out, deadline)
+            if logits is not None:
+                expected = (variant.label, logits) if expected is None else expected
+                row["logits"] |= {"compared_with": expected[0], "difference": report.difference(logits, expected[1])}
+            record["modes"][variant.label] = row
             print("\n".join(report.lines(variant.label, row, record["modes"])), flush=True)
             (out / "report.json").write_text(json.dumps(record, indent=1))
     finally:
@@ -143,11 +149,11 @@ def _measure_row(
     args: argparse.Namespace,
     out: Path,
     deadline: float,
-) -> report.Row:
-    """One mode at both depths; whatever goes wrong belongs to its row, and the next mode still runs."""
+) -> tuple[report.Row, np.ndarray | None]:
+    """One mode at both depths, and its logits; whatever goes wrong belongs to its row, and the next mode still runs."""
     left = deadline - time.monotonic()
     if left <= 0:
-        return {"error": f"not started: the time limit of {args.time_limit:g} s has passed"}
+        return {"error": f"not started: the time limit of {args.time_limit:g} s has passed"}, None
     begun = time.monotonic()
     try:
         compiled = {}
@@ -155,24 +161,28 @@ def _measure_row(
             remaining = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             compiled[depth] = futures[variant, depth].result(remaining)
         others = sum(not future.done() for future in futures.values())
-        row = _measured(bench, variant, compiled, optimal, args, out)
+        row, logits = _measured(bench, variant, compiled, optimal, args, out)
     except TimeoutError:
-        return {"error": f"not started: it was still compiling when the time limit of {args.time_limit:g} s passed"}
+        return {"error": f"not started: it was still compiling when the time limit of {args.time_limit:g} s passed"}, None
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        return {"error": f"{type(error).__name__}: {str(error)[:400]}"}, None
     row["compile_s"] = {str(depth): round(one.seconds, 2) for depth, one in compiled.items()}
     row["beside_compiles"] = others
     progress(f"measured {variant.label} in {time.monotonic() - begun:.1f} s")
-    return row
+    return row, logits
 
 
 def _measured(
     bench: Bench, variant: Variant, compiled: dict[int, Compiled], optimal: dict[str, Any], args: argparse.Namespace, out: Path
-) -> report.Row:
+) -> tuple[report.Row, np.ndarray]:
     progress(f"measuring {variant.label}")
     bench.fill_pool()
-    timings = {depth: bench.time(one.run, depth, args.seconds) for depth, one in compiled.items()}
+    deep = max(compiled)
+    bench.steps(compiled[deep].run, deep, 1)
+    logits = bench.last_logits()
+    timings = {depth: bench.time(compiled[depth].run, depth, args.seconds) for depth in sorted(compiled)}
     row = report.figures(bench.setup, timings, optimal["tokens_per_s_per_gpu"])
+    row["logits"] = {"repeats": bool(np.array_equal(logits, bench.last_logits()))}
     with contextlib.ExitStack() as stack:
         if args.keep_xplane:
             folder = out / f"{variant.file_name}-xplane"
@@ -187,7 +197,7 @@ def _measured(
             row["overlap"] = _overlap(bench, variant, compiled, folder, row, args, out)
         except NoDeviceTraceError as error:
             row["overlap"] = {"unavailable": str(error)}
-    return row
+    return row, logits
 
 
 def _overlap(

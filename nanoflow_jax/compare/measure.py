@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float
 
 from nanoflow_jax.batch import pack, packed_size
 from nanoflow_jax.checkpoints.random_weights import random_parameters
@@ -36,6 +37,8 @@ _BURST_STEPS, _BURSTS = 5, 5
 # Idle time before each burst, in which the clock recovers, and steps before a sustained run, in which it settles.
 _REST_S, _SETTLE_S = 0.1, 0.3
 TRACED_STEPS = 3
+# Rows of which the logits are compared.
+_LOGIT_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Bench:
         self.layout = dataclasses.replace(parallel_layout(config, plan.tp), gathered_o_proj=plan.partition == "all_gather")
         self.batch, self._num_pages = steady_batch(config, setup.workload, plan.b_dense, setup.page_size)
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._row_logits: Any = None
 
     @property
     def default_kernels(self) -> KernelChoice:
@@ -155,13 +159,21 @@ class Bench:
         weights = self._weights(num_layers)
         cache = KVCache(self._cache.k_pages[:num_layers], self._cache.v_pages[:num_layers])
         begun = time.perf_counter()
-        row_logits = None
         for _ in range(count):
-            row_logits, cache = run(weights, cache, self._last_tokens, self._packed)
-        jax.block_until_ready(row_logits)
+            self._row_logits, cache = run(weights, cache, self._last_tokens, self._packed)
+        jax.block_until_ready(self._row_logits)
         seconds = (time.perf_counter() - begun) / count
         self._cache.k_pages[:num_layers], self._cache.v_pages[:num_layers] = cache.k_pages, cache.v_pages
         return seconds
+
+    def last_logits(self) -> Float[np.ndarray, "rows V"]:
+        """What the last step left in some of the rows in use, spread over all of them.
+
+        Equal from step to step: each writes the same keys and values where the one before did.
+        """
+        in_use = np.flatnonzero(self.batch.q_lens)
+        chosen = in_use[np.linspace(0, len(in_use) - 1, min(_LOGIT_ROWS, len(in_use))).astype(int)]
+        return np.asarray(self._row_logits[chosen, : self.setup.config.vocab_size])
 
     def time(self, run: Any, num_layers: int, seconds: float) -> Timing:
         """Median of short runs from rest, then the mean over about `seconds`, in which a power limit sets the clock."""

@@ -1,7 +1,11 @@
 """From seconds at two depths to the figures of the table."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float
 
 from nanoflow_jax.compare.measure import Setup, Timing
 
@@ -71,7 +75,20 @@ def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
         f"{_or_dash(whole['tokens_per_s_per_gpu'], '.0f'):>11}{_or_dash(whole['percent_of_optimal'], '.1f', ' %'):>9}"
         f"{_or_dash(row['watts'], '.0f'):>6}"
     )
-    return [text, *_overlap_lines(row["overlap"])]
+    return [text, *_overlap_lines(row["overlap"]), _logits_line(label, row["logits"])]
+
+
+def difference(logits: Float[np.ndarray, "rows V"], expected: Float[np.ndarray, "rows V"]) -> float | None:
+    """Root mean square of the difference, relative to that of what is expected; None if either is not finite."""
+    relative = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+    return relative if math.isfinite(relative) else None
+
+
+def _logits_line(label: str, logits: Row) -> str:
+    other = logits["compared_with"]
+    percent = "NOT FINITE" if logits["difference"] is None else f"{100 * logits['difference']:.2g} %"
+    apart = "" if other == label else f"{percent} from those of {other}, "
+    return f"    logits: {apart}{'the same' if logits['repeats'] else 'NOT THE SAME'} bits after every step looked at"
 
 
 def _overlap_lines(overlap: Row) -> list[str]:

@@ -46,7 +46,7 @@ def light_steps(monkeypatch):
     """Steps that do nothing, for what does not depend on what a step does."""
 
     def step_function(*_, **__):
-        return jax.jit(lambda weights, cache, last_tokens, packed: (jnp.zeros(1), cache), donate_argnums=1)
+        return jax.jit(lambda weights, cache, last_tokens, packed: (jnp.ones((64, 128)), cache), donate_argnums=1)
 
     monkeypatch.setattr(measure, "step_function", step_function)
 
@@ -65,6 +65,9 @@ def test_modes_are_measured_beside_each_other(plan_file, modes, tmp_path, capsys
         # A CPU's profile has no streams, and the row says so.
         assert "only /host:CPU" in row["overlap"]["unavailable"]
         assert any(line.startswith(label) for line in captured.out.splitlines())
+        assert row["logits"]["repeats"]
+        assert row["logits"]["compared_with"] == "sequential (reference)"
+        assert row["logits"]["difference"] < 1e-5
         assert f"compiled {label}, 2 layers" in captured.err
     assert json.loads((out / "report.json").read_text()) == found
     assert len(list((out / "streams-reference-xplane").rglob("*.xplane.pb"))) == 2
@@ -214,12 +217,19 @@ def test_figures_are_those_of_the_whole_model() -> None:
     assert row["watts"] == 650
 
 
+def test_logits_that_are_not_numbers_have_no_difference() -> None:
+    expected = np.array([[3.0, 4.0]])
+    assert report.difference(np.array([[3.0, 4.5]]), expected) == pytest.approx(0.1)
+    assert report.difference(np.array([[3.0, np.nan]]), expected) is None
+
+
 def test_noise_is_no_period() -> None:
     setup = measure.Setup(small_config(), small_plan(), parse_workload("8:8"), (1, 2), 4, np.dtype("float32"))
     row = report.figures(setup, dict.fromkeys((1, 2), measure.Timing(burst_s=1e-3, sustained_s=2e-3, watts=[])), None)
     assert row["burst"]["period_us"] is None
     assert row["sustained"]["deep_step_ms"] == 2
-    text = report.lines("nano (x)", row | {"overlap": {"unavailable": "y"}}, {"sequential (x)": row})[0]
+    rest = {"overlap": {"unavailable": "y"}, "logits": {"repeats": True, "compared_with": "nano (x)", "difference": 0.0}}
+    text = report.lines("nano (x)", row | rest, {"sequential (x)": row})[0]
     assert text.split() == ["nano", "(x)", *"-------", "-"]
 
 
@@ -236,12 +246,17 @@ def test_rows_of_the_table_show_overlap_and_reasons() -> None:
         },
         "network_hidden_percent": None,
     }
-    streams = {**kinds, "watts": 650.0, "overlap": overlap}
+    logits = {"repeats": True, "compared_with": "sequential (cublas)", "difference": 0.00456}
+    streams = {**kinds, "watts": 650.0, "overlap": overlap, "logits": logits}
     sequential = {kind: {**kinds[kind], "period_us": 75.0} for kind in kinds}
     lines = report.lines("streams (mosaic)", streams, {"sequential (cublas)": sequential, "nano (mosaic)": {"error": "x"}})
     assert "1.500" in lines[0] and "1.250" in lines[0] and "51.0 %" in lines[0] and "650" in lines[0]
     assert lines[1].strip() == "compute+memory: 12.0 us per layer together, 60.0 % of the shorter"
     assert lines[2].strip() == "compute+network, memory+network: no overlap; none of the 7 kernels traced is of network"
+    assert lines[3].strip() == "logits: 0.46 % from those of sequential (cublas), the same bits after every step looked at"
+    streams["logits"] = {**logits, "repeats": False, "difference": None}
+    line = report.lines("streams (mosaic)", streams, {})[3]
+    assert line.strip() == "logits: NOT FINITE from those of sequential (cublas), NOT THE SAME bits after every step looked at"
     assert report.lines("nano (mosaic)", {"error": "x"}, {}) == [f"{'nano (mosaic)':22}  x"]
 
 
