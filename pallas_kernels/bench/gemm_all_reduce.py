@@ -116,8 +116,8 @@ def _row(
     # What a ring would send from each rank in that time: the usual measure of all-reduces, here of the whole.
     bus_bytes = 2 * (ranks - 1) / ranks * m * p.n * 2
     return timing.Row(
-        kernel=kernel,
-        case=f"{p.name} {m}x{of_rank.k}x{p.n} {v.name}",
+        kernel=f"{kernel} {v.name}",
+        case=f"{p.name} {m}x{of_rank.k}x{p.n}",
         num_sms=v.num_sms,
         seconds=seconds[v.name],
         flops=of_rank.flops(m),
