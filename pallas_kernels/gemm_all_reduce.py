@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -101,6 +102,15 @@ def _launch(
     config = config or default_config(m, k, n, num_sms=num_sms, shard_rows=m // ranks if scatter else 0)
     if not _fits(config) or config.stream_k:
         raise ValueError(f"{name}: {config} has clusters, cuts tiles along K or needs too many registers")
+    return _reduced(a, b, residual, name=name, axis=axis, scatter=scatter, config=config, num_sms=num_sms)
+
+
+# Jitted, so that the layers of a model share one kernel: it is compiled once for each that jax traces.
+@functools.partial(jax.jit, static_argnames=("name", "axis", "scatter", "config", "num_sms"), inline=True)
+def _reduced(
+    a: Array, b: Array, residual: Array | None, *, name: str, axis: str, scatter: bool, config: GemmConfig, num_sms: int
+) -> Array:
+    ranks, m, n = lax.axis_size(axis), a.shape[0], b.shape[1]
     plan = collective_schedule(m, n, ranks, num_sms, config, scatter=scatter)
     return run(name, plan, Peers(axis, ranks, scatter), config, a, b, residual, (m // ranks if scatter else m, n))
 
