@@ -14,6 +14,8 @@ from nanoflow_jax.compare.trace import Event, by_device, resources
 from nanoflow_jax.plan import Resource
 
 LANES = (*(str(resource) for resource in Resource), "other")
+# Of a kernel's time, how much of its end may be under the kernel that is launched to follow it.
+_EARLY = 0.05
 _COLORS = {
     "qkv_proj": "#4c78a8", "decode_attention": "#e45756", "prefill_attention": "#b279a2", "o_proj": "#72b7b2",
     "gate_up_proj": "#f58518", "down_proj": "#eeca3b", "experts": "#f58518", "attention_all_gather": "#54a24b",
@@ -42,24 +44,23 @@ def middle_of_step(events: Sequence[Event], steps: int, layers_us: float, shown_
 def draw(
     events: Sequence[Event], labels: Mapping[Event, Label], window: tuple[float, float], *, num_sms: int, title: str, path: Path
 ) -> None:
-    """Kernels of one device in the window, a row per resource and stream.
+    """Kernels of one device in the window, a row per resource, and more where kernels of one ran side by side.
 
     A bar is as high as the share of the SMs that its grid can hold, where the trace says so, and full otherwise.
     """
     start_ns, stop_ns = window
     shown = [event for event in events if event.end_ns > start_ns and event.start_ns < stop_ns]
-    rows = sorted({(LANES.index(lane), event.stream) for event in shown for lane in _lanes(event)})
+    rows = [(lane, row) for lane in LANES for row in side_by_side([event for event in shown if lane in _lanes(event)])]
     figure = Figure(figsize=(14, 1.6 + 0.8 * max(1, len(rows))), layout="constrained")
     axes = figure.add_subplot()
-    for index, (lane, stream) in enumerate(rows):
+    for index, (lane, row) in enumerate(rows):
         base = len(rows) - 1 - index
         axes.axhspan(base, base + 0.9, color="#f4f4f4", zorder=0)
-        for event in shown:
-            if event.stream == stream and LANES[lane] in _lanes(event):
-                _bar(axes, event, _in_lane(labels[event], LANES[lane]), base, window, num_sms)
+        for event in row:
+            _bar(axes, event, _in_lane(labels[event], lane), base, window, num_sms)
     axes.set(xlim=(0, (stop_ns - start_ns) / 1e3), ylim=(-0.05, max(1, len(rows))), xlabel="us")
     middles = [len(rows) - 0.55 - i for i in range(len(rows))]
-    axes.set_yticks(middles, [f"{LANES[lane]}\n{stream}" for lane, stream in rows], fontsize=8)
+    axes.set_yticks(middles, [lane for lane, _ in rows], fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     roles = {_in_lane(labels[event], lane) for event in shown for lane in _lanes(event)}
@@ -68,6 +69,21 @@ def draw(
         swatches = [Patch(color=_COLORS[name], label=name) for name in present]
         figure.legend(handles=swatches, loc="outside lower center", ncols=min(8, len(swatches)), fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def side_by_side(events: Sequence[Event]) -> list[list[Event]]:
+    """The events in as few rows as let none overlap another of its row, but for what is launched just before the other ends.
+
+    Streams are no rows: a CUDA graph has them by dozens.
+    """
+    rows: list[list[Event]] = []
+    for event in sorted(events, key=lambda event: event.start_ns):
+        free = next((row for row in rows if row[-1].end_ns - _EARLY * row[-1].duration_ns <= event.start_ns), None)
+        if free is None:
+            rows.append([event])
+        else:
+            free.append(event)
+    return rows
 
 
 def _bar(axes: Axes, event: Event, label: Label, base: float, window: tuple[float, float], num_sms: int) -> None:

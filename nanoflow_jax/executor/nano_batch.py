@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor import fused
+from nanoflow_jax.executor.data_order import not_before
 from nanoflow_jax.executor.kv_transfer import LeavingKV
 from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
 from nanoflow_jax.executor.segments import Segments
@@ -31,7 +32,7 @@ from nanoflow_jax.executor.streams import on_stream, where_it_is
 from nanoflow_jax.kernels import Kernels
 from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
-from nanoflow_jax.operations import OPERATIONS, embed, logits, step_inputs
+from nanoflow_jax.operations import OPERATIONS, StepInputs, embed, logits, step_inputs
 from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import NanoBatch, PipelinePlan, Resource, plan_graph
 
@@ -67,6 +68,7 @@ def forward(
     mode: Mode,
     kernels_for: KernelsFor,
     on_streams: bool,
+    in_graph: bool = False,
     new_kv: LeavingKV | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """As `sequential.forward`, by the plan. The batch's prompt tokens begin at `plan.decode_tokens`; the gap is padding.
@@ -75,6 +77,8 @@ def forward(
       probe: called after each nano-operation with (layer index, "operation[start:stop]", what it wrote for these tokens).
       kernels_for: the kernels that keep to a number of SMs.
       on_streams: annotate streams in modes STREAMS and FUSED; without (on CPUs) these modes only order.
+      in_graph: the step becomes a CUDA graph, in which kernels wait for data and for nothing else: what barriers and streams
+        say is then said by data, too (`executor.data_order`). For mode STREAMS.
       new_kv: as in `sequential.forward`.
 
     Raises:
@@ -87,7 +91,7 @@ def forward(
         raise ValueError(f"{plan.partition=} wants GEMMs that sum over the ranks themselves: kernels 'mosaic_peers'")
     if batch.shape.num_tokens != plan.b_dense:
         raise ValueError(f"a batch of {batch.shape.num_tokens} tokens does not fit a plan of {plan.b_dense=}")
-    pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache)
+    pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache, in_graph)
     pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
     num_layers = config.num_layers
     in_phases = mode in (Mode.STREAMS, Mode.FUSED)
@@ -145,8 +149,11 @@ class _Pipeline:
         plan: PipelinePlan,
         kernels_for: KernelsFor,
         cache: KVCache,
+        in_graph: bool,
     ):
         self.x = Segments()
+        self._in_graph = in_graph
+        self._behind: Sequence[Array] = ()  # the results of the phase before
         pools = zip(cache.k_pages, cache.v_pages, strict=True)
         self.layers = [_Layer({"x": self.x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
         self._config, self._decoder, self._plan = config, decoder, plan
@@ -174,6 +181,7 @@ class _Pipeline:
                 if name in layer.values and layer.values[name].covers(tokens.start, tokens.stop):
                     key = (placed.layer, name, tokens.start, tokens.stop)
                     reads[key] = layer.values[name].read(tokens.start, tokens.stop)
+        self._behind = behind
         held, _ = lax.optimization_barrier((reads, list(behind)))
         for (layer, name, start, stop), array in held.items():
             self.layers[layer].values[name].write(start, stop, array)
@@ -228,6 +236,7 @@ class _Pipeline:
             kernels = self._kernels_for(phase[index].nano.num_sms)
             split[index] = fused.SplitAttention(self._applied(phase[index], state), kernels)
         outputs: list[Values] = [{} for _ in phase]
+        chains: dict[Resource, Sequence[Array]] = {}
         for *inner, index in regions:
             placed = phase[index]
             if index in split:
@@ -240,8 +249,10 @@ class _Pipeline:
                     outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
             else:
                 members = [phase[i] for i in (*inner, index)]
-                apply = functools.partial(self._apply_all, members)
+                step = self._step_of(members[0], [*self._behind, *chains.get(placed.nano.resource, ())])
+                apply = functools.partial(self._apply_all, members, step)
                 outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(members, state))
+                chains[placed.nano.resource] = list(outputs[index].values())
             state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index])
         for index, attention in split.items():
             outputs[index] = attention.result()
@@ -250,6 +261,12 @@ class _Pipeline:
     def _parts(self, placed: Placed) -> tuple[Sequence[str], Set[str]]:
         """The operations of a node that run in a phase, and what of their results leaves it."""
         return self._runs[placed.nano.operation][0], self._kept[placed.nano.operation]
+
+    def _step_of(self, placed: Placed, after: Sequence[Array]) -> StepInputs:
+        """Of a nano-operation's tokens; in a graph its kernels come after what `after` holds."""
+        tokens = self._plan.batch_of(placed.nano)
+        step = self._steps[tokens.start, tokens.stop]
+        return not_before(step, after) if self._in_graph and after else step
 
     def _inputs(self, members: Sequence[Placed], state: Sequence[_Layer]) -> Values:
         """What the members of a region read from outside; all work on the same tokens of one layer."""
@@ -260,7 +277,8 @@ class _Pipeline:
 
     def _applied(self, placed: Placed, state: Sequence[_Layer]) -> fused.Apply:
         """A nano-operation on what it reads now, as a function of the kernels."""
-        return functools.partial(self._apply, placed, *self._parts(placed), self._inputs([placed], state))
+        step = self._step_of(placed, ())
+        return functools.partial(self._apply, placed, step, *self._parts(placed), self._inputs([placed], state))
 
     def note_pool_readers(self, phase: Phase, results: Sequence[Values], regions: Sequence[Sequence[int]]) -> None:
         """Lets the writes of a phase, all at its end, come after every read of the pool in it, whichever the plan has first."""
@@ -277,7 +295,7 @@ class _Pipeline:
             pool, _ = lax.optimization_barrier((layer.pool, layer.pool_readers))
             kept = {write for name in after for write in OPERATIONS[name].writes}
             with _scope(placed):
-                results = self._apply(placed, after, kept, results | pool)
+                results = self._apply(placed, self._step_of(placed, ()), after, kept, results | pool)
             layer.pool = {name: results.pop(name) for name in _POOL}
             layer.pool_readers = []
         layer.write(tokens, results)
@@ -293,22 +311,26 @@ class _Pipeline:
         self._num_appended += len(arrays)
         return arrays
 
-    def _apply_all(self, members: Sequence[Placed], values: Values) -> Values:
-        """Runs a region's members in order; returns what the last one wrote."""
+    def _apply_all(self, members: Sequence[Placed], step: StepInputs, values: Values) -> Values:
+        """Runs a region's members, all on the same tokens, in order; returns what the last one wrote."""
         known, results = dict(values), {}
         for placed in members:
             with _scope(placed):
-                results = self._apply(placed, *self._parts(placed), known)
+                results = self._apply(placed, step, *self._parts(placed), known)
             known |= {_known_as(name): array for name, array in results.items()}
         return results
 
     def _apply(
-        self, placed: Placed, names: Sequence[str], kept: Set[str], values: Values, kernels: Kernels | None = None
+        self,
+        placed: Placed,
+        step: StepInputs,
+        names: Sequence[str],
+        kept: Set[str],
+        values: Values,
+        kernels: Kernels | None = None,
     ) -> Values:
         """Runs operations in order, by default with the plan's SMs; returns what they wrote last under the names in `kept`."""
-        tokens = self._plan.batch_of(placed.nano)
-        kernels = kernels or self._kernels_for(placed.nano.num_sms)
-        step = dataclasses.replace(self._steps[tokens.start, tokens.stop], kernels=kernels)
+        step = dataclasses.replace(step, kernels=kernels or self._kernels_for(placed.nano.num_sms))
         layer = self._decoder.layers[placed.layer]
         known, written = dict(values), {}
         for name in names:

@@ -19,13 +19,19 @@ from nanoflow_jax.plan import PipelinePlan
 from nanoflow_jax.sampling import SamplingMode, sample
 
 ExecutionMode = Literal["sequential", "nano", "xla", "streams", "fused"]
-# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, no serial graphs.
+# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, and streams in
+# the place of CUDA graphs, whose kernels it puts in a row.
 PLAN_OPTIONS = {
     "xla_gpu_dot_merger_threshold_mb": "0",
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
     "xla_gpu_enable_command_buffer": "",
     "xla_gpu_experimental_use_collective_kernels": "",
+}
+# Graphs whose kernels wait for data alone. Between kernels on streams there are microseconds, at a join tens of them.
+_GRAPH_OPTIONS = {
+    **{name: value for name, value in PLAN_OPTIONS.items() if name != "xla_gpu_enable_command_buffer"},
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 
@@ -53,12 +59,15 @@ def step_function(
       num_kv_groups: more results, K and V of the step's tokens: one per group of so many groups of layers; see `kv_transfer`.
     """
     budgeted = kernels_for(kernels)
+    # Not with several ranks: collectives are in no graph, and kernels that wait for their peers must start in one order on all.
+    in_graph = on_gpu and plan is not None and plan.tp == 1 and mode == "streams"
     if plan is None:
         execute = functools.partial(sequential.forward, kernels=budgeted(num_sms))
     else:
         execute = functools.partial(
-            nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu
-        )
+            nano_batch.forward, plan=plan, mode=nano_batch.Mode(mode), kernels_for=budgeted, on_streams=on_gpu,
+            in_graph=in_graph,
+        )  # fmt: skip
 
     # With streams of its own XLA waits for a copy as soon as it has started it; there the copy follows the step.
     to_host = on_gpu and (plan is None or mode in ("nano", "xla"))
@@ -83,7 +92,7 @@ def step_function(
         sharded,
         donate_argnums=1,
         out_shardings=(None, None, *[leaving] * num_kv_groups) if num_kv_groups else None,
-        compiler_options=PLAN_OPTIONS if plan and on_gpu else None,
+        compiler_options=(_GRAPH_OPTIONS if in_graph else PLAN_OPTIONS) if plan and on_gpu else None,
     )
 
 

@@ -32,6 +32,8 @@ from nanoflow_jax.plan_files import decode_plan
 from tests.kernels.aot import H200
 
 PLANS = pathlib.Path(__file__).parent.parent / "data" / "plans"
+_GEMM = re.compile(r'op_name="[^"]*/gemm[/"]')
+_CALLED = re.compile(r"(?:calls|to_apply)=(%[\w.-]+)")
 NUM_LAYERS, NUM_PAGES, PAGE_SIZE, MAX_CONTEXT = 3, 4096, 64, 1024
 
 
@@ -68,6 +70,8 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
         "fused_calls": fused_calls(compiled.as_text()),
         "unnamed_kernels": unnamed_kernels(compiled.as_text()),
+        "unordered_gemms": unordered_gemms(compiled.as_text()),
+        "kernels": len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', compiled.as_text()))),
         "empty_starts": sum("kAsyncStart" in line and "No thunks" in after for line, after in itertools.pairwise(lines)),
     }))  # fmt: skip
 
@@ -87,6 +91,33 @@ def unnamed_kernels(hlo: str) -> list[str]:
 def fused_calls(hlo: str) -> int:
     """Calls of the kernel that is a GEMM and decode attention."""
     return len(re.findall(r"custom-call\(.*gemm_with_decode_attention", hlo))
+
+
+def unordered_gemms(hlo: str) -> int:
+    """How many GEMMs, or regions with some, take nothing that the one before had a part in: a graph may run both at once."""
+    before, _, entry = hlo.partition("\nENTRY ")
+    bodies = re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", before, re.MULTILINE | re.DOTALL)
+    with_gemms: set[str] = set()
+    for name, body in bodies:  # what is called comes before what calls it
+        if _GEMM.search(body) or with_gemms & set(_CALLED.findall(body)):
+            with_gemms.add(name)
+    comes_from: dict[str, set[str]] = {}  # value: the GEMMs
+    elements: dict[str, list[str]] = {}  # of tuples
+    unordered, gemms = 0, []
+    instruction = r"^\s*(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((%[^()]*)\)(.*)$"
+    for name, opcode, operands, rest in re.findall(instruction, entry, re.MULTILINE):
+        read = re.findall(r"%[\w.-]+", operands)
+        if opcode == "get-tuple-element" and read[0] in elements:
+            read = [elements[read[0]][int(re.findall(r"index=(\d+)", rest)[0])]]
+        if opcode == "tuple":
+            elements[name] = read
+        comes_from[name] = set().union(*(comes_from.get(value, ()) for value in read))
+        if opcode in ("custom-call", "call-start") and (_GEMM.search(rest) or with_gemms & set(_CALLED.findall(rest))):
+            unordered += bool(gemms) and gemms[-1] not in comes_from[name]
+            comes_from[name].add(name)
+            gemms.append(name)
+    assert len(gemms) > NUM_LAYERS, f"only {gemms} found"
+    return unordered
 
 
 def kernel_slice_offsets(hlo: str) -> list[int]:

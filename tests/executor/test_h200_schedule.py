@@ -68,6 +68,20 @@ def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, othe
     assert others <= found["pairs"].keys()
 
 
+def test_in_a_graph_no_gemm_can_run_beside_another() -> None:
+    """Streams and barriers say so, but a graph's kernels wait for data alone: two might share too few SMs for either."""
+    assert schedule(ONE_GPU, "streams")["unordered_gemms"] == 0
+    assert schedule(ONE_GPU, "nano")["unordered_gemms"] >= NUM_LAYERS, (
+        "nano-batches depend on each other, so this test sees nothing"
+    )
+
+
+@pytest.mark.parametrize(("plan", "mode", "kinds"), [(ONE_GPU, "sequential", 8), (TWO_GPUS_BY_HAND, "sequential", 8)])
+def test_layers_share_kernels(plan: str, mode: str, kinds: int) -> None:
+    """XLA compiles each kernel that it has not seen, which takes most of a second."""
+    assert schedule(plan, mode)["kernels"] == kinds
+
+
 @pytest.mark.parametrize("plan", [ONE_GPU, FOUR_GPUS])
 def test_the_split_alone_overlaps_nothing(plan: str) -> None:
     assert not schedule(plan, "nano")["pairs"]

@@ -118,9 +118,9 @@ def compare(kind: str, tp_size: int, partition: str, mode: Mode, seed: int) -> i
     forward = functools.partial(nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: REFERENCE, on_streams=False)
     planned = model_of(kind, tp_size, partition == "all_gather")
     rows = batch.q_lens > 0
-    # Nobody looks on in an engine, and several nano-operations may then be one region of a stream.
+    # Nobody looks on in an engine: several nano-operations may then be one region of a stream, and all of them one graph.
     for watched in (True, False) if mode is Mode.STREAMS else (True,):
-        got, pool, seen = run(planned, host, batch, forward, watched=watched)
+        got, pool, seen = run(planned, host, batch, functools.partial(forward, in_graph=not watched), watched=watched)
         np.testing.assert_allclose(got[rows], expected[rows], atol=1e-5)
         np.testing.assert_array_equal(got[rows].argmax(1), expected[rows].argmax(1))
         for mine, reference in zip(pool, expected_pool, strict=True):

@@ -367,6 +367,19 @@ def test_the_window_lies_in_the_middle_step() -> None:
     assert (start, stop) == (13_000, 15_000)
 
 
+def test_rows_hold_what_does_not_overlap() -> None:
+    first, beside, behind, early, late = (
+        event(C, 0, 100),
+        event(C, 50, 100),
+        event(C, 100, 100),
+        event(C, 196, 9),
+        event(C, 300, 1),
+    )
+    rows = pictures.side_by_side([late, first, beside, behind, early])
+    assert rows == [[first, behind, early, late], [beside]]
+    assert pictures.side_by_side([]) == []
+
+
 def test_pictures_and_perfetto_traces(tmp_path) -> None:
     pair = Label("o_proj", 0, 0, beside=Label("decode_attention", 0, 0))
     expected = {
