@@ -50,7 +50,8 @@ def draw(
     """
     start_ns, stop_ns = window
     shown = [event for event in events if event.end_ns > start_ns and event.start_ns < stop_ns]
-    rows = [(lane, row) for lane in LANES for row in side_by_side([event for event in shown if lane in _lanes(event)])]
+    held = {lane: [event for event in shown if lane in _lanes(event)] for lane in LANES}
+    rows = [(lane, row) for lane, of_lane in held.items() for row in (side_by_side(of_lane) if lane != "other" else [of_lane])]
     figure = Figure(figsize=(14, 1.6 + 0.8 * max(1, len(rows))), layout="constrained")
     axes = figure.add_subplot()
     for index, (lane, row) in enumerate(rows):
