@@ -1,7 +1,13 @@
-"""The whole search: both partitions through stage I, the pool of structures through stage II, the best as a plan."""
+"""The whole search: both partitions through stage I, the pool of structures through stage II, the best as a plan.
+
+Power is no part of either stage: it sets a floor to every period (`resources.slowed`). Where that is the limit, many structures
+end at the same period, and the search goes on among them, for the one that is fastest without it (`_Candidate`).
+"""
 
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,9 +18,9 @@ from search.build_plan import build_plan
 from search.constant import constant
 from search.problem import GROUP_OF, Costing, build_problem
 from search.profile_table import ProfileTable
-from search.resources import Allocation, Device, ideal, operating_durations, phased, serial
+from search.resources import Allocation, Device, energy_floor_us, ideal, operating_durations, phased, serial, slowed
 from search.schedule import CyclicOrderError, Node, Schedule, as_solved, dependency_arcs, lane_arcs, retime, tighten
-from search.stage_one import Limits, Report, StageOne, search_structure
+from search.stage_one import Limits, Report, StageOne, add_shared_cuts, search_structure
 from search.structure import Structure
 
 STAGE_ONE_WORK = 14.0
@@ -23,6 +29,15 @@ CONSTANT_CANDIDATES = 6
 REFINEMENTS = 4
 CLIMBERS = 4
 CLIMBS = 8
+ROUNDING = 1e-4
+
+LAUNCH_US = 5.0
+"""What a nano-operation costs beyond its time when candidates that power makes equal are ranked: about the gap that a launch
+leaves on a stream. It ranks only, and is in no predicted period."""
+
+TIED = 1e-3
+"""Periods that power limits are equal if they differ by less, relative to the best: below a tick of the constant form's solver
+(1/1500 of a period) and an order of magnitude below what interpolated times are good for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +52,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The plan asked for, those of the other forms of shares that were solved, and stage I's outcome for each partition."""
+    """The plan asked for, those of the other forms of shares that were solved, and stage I's outcome for each partition.
+
+    `unlimited_us` are the periods that the plans would have if power were no limit.
+    """
 
     plan: PipelinePlan
     plans: dict[Shares, PipelinePlan]
+    unlimited_us: dict[Shares, float]
     costings: dict[Partition, Costing]
     stage_one: dict[Partition, StageOne]
     solve_s: float
@@ -50,8 +69,48 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Candidate:
+    """An allocation as found, before power slows it down."""
+
     costing: Costing
     allocation: Allocation
+
+    @functools.cached_property
+    def floor_us(self) -> float:
+        return energy_floor_us(self.allocation.schedule, self.costing.table.power)
+
+    @property
+    def period_us(self) -> float:
+        """Under the power cap."""
+        return max(self.allocation.period_us, self.floor_us)
+
+
+def _tied_us(candidates: Sequence[_Candidate]) -> float:
+    """The period up to which candidates are equal because power limits the best of them; 0 if it does not."""
+    tied_us = min(c.period_us for c in candidates) * (1 + TIED)
+    limited = any(c.allocation.period_us < c.floor_us <= tied_us for c in candidates)
+    return tied_us if limited else 0.0
+
+
+def _rank(candidate: _Candidate, tied_us: float) -> tuple[float, float]:
+    """By period; of those that power makes equal, by period without its limit and number of launches."""
+    if candidate.period_us > tied_us:
+        return candidate.period_us, 0.0
+    return tied_us, candidate.allocation.period_us + LAUNCH_US * len(candidate.allocation.schedule.nodes)
+
+
+def _ranked(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Best first, those of equal rank in the order given."""
+    tied_us = _tied_us(candidates)
+    return sorted(candidates, key=lambda c: _rank(c, tied_us))
+
+
+def _improves(new: _Candidate, old: _Candidate) -> bool:
+    """Whether `new` ranks before `old` by more than rounding."""
+    tied_us = _tied_us((new, old))
+    (period, unlimited), (old_period, old_unlimited) = _rank(new, tied_us), _rank(old, tied_us)
+    if period == old_period:
+        return unlimited < old_unlimited * (1 - ROUNDING)
+    return period < old_period * (1 - ROUNDING)
 
 
 def auto_search(
@@ -73,19 +132,20 @@ def auto_search(
     begun, cpu = time.monotonic(), time.process_time()
     partitions: tuple[Partition, ...] = ("none",) if table.tp == 1 else ("all_gather", "all_reduce")
     costings: dict[Partition, Costing] = {p: Costing(model=model, table=table, mix=mix, partition=p) for p in partitions}
-    device = Device(num_sms=table.num_sms, interference=table.interference, power=table.power)
+    device = Device(num_sms=table.num_sms, interference=table.interference)
     # Stage I may use most of the time, not all: stage II must still run.
     limits = Limits(work=options.work * STAGE_ONE_WORK, deadline=begun + 0.7 * options.time_limit_s, seed=options.seed)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         stage_one = _first_stage(costings, limits, threads, report)
-        met: list[tuple[Partition, Structure]] = [(p, s) for p in costings for s in stage_one[p].pool]
-        found = _second_stage(costings, met, device, options, begun + options.time_limit_s, threads)
-    plans: dict[Shares, PipelinePlan] = {
-        form: build_plan(c.costing, c.allocation, form, device, stage_one, costings) for form, c in found.items()
-    }
+        stage_one, found = _second_stage(costings, stage_one, device, options, limits, begun + options.time_limit_s, threads)
+    plans: dict[Shares, PipelinePlan] = {}
+    for form, c in found.items():
+        allocation = c.allocation if form == "ideal" else slowed(c.allocation, table.power)
+        plans[form] = build_plan(c.costing, allocation, form, device, stage_one, costings)
     return Outcome(
         plan=plans[options.shares],
         plans=plans,
+        unlimited_us={form: c.allocation.period_us for form, c in found.items()},
         costings=costings,
         stage_one=stage_one,
         solve_s=time.monotonic() - begun,
@@ -113,34 +173,49 @@ def _first_stage(
 
 def _second_stage(
     costings: Mapping[Partition, Costing],
-    met: Sequence[tuple[Partition, Structure]],
+    stage_one: Mapping[Partition, StageOne],
     device: Device,
     options: Options,
+    limits: Limits,
     deadline: float,
     threads: concurrent.futures.Executor,
-) -> dict[Shares, _Candidate]:
-    """The best allocation of each form: phased over all structures met, constant over the few that are best phased."""
-    schedules = []
-    for p, s in met:
-        costing = costings[p]
-        schedules.append((costing, tighten(as_solved(s, costing), costing)))
-    best_ideal = min(schedules, key=lambda x: x[1].period_us)
-    ranked = sorted((_refined(c, s, device) for c, s in schedules), key=lambda x: x.allocation.period_us)
+) -> tuple[dict[Partition, StageOne], dict[Shares, _Candidate]]:
+    """The best allocation of each form: phased over all structures met, constant over the few that are best phased.
+
+    Where power limits the best of them, once more with structures of shared cuts; constant shares are then tried for the few
+    best of either kind, as these need fewer changes of shares. Returns stage I's outcome with all structures, too.
+    """
     # Constant shares need the rest of the time.
     climbing = deadline - 0.2 * options.time_limit_s
     rounds = max(1, round(CLIMBS * options.work))
-    climbed = list(threads.map(lambda c: _climbed(c, device, rounds, climbing), _distinct(ranked)[:CLIMBERS]))
-    ranked = sorted((*climbed, *ranked), key=lambda x: x.allocation.period_us)
+
+    def phased_of(pool: Sequence[_Candidate]) -> list[_Candidate]:
+        refined = _ranked([_refined(c.costing, c.allocation.schedule, device) for c in pool])
+        climbed = threads.map(lambda c: _climbed(c, device, rounds, climbing), _distinct(refined)[:CLIMBERS])
+        return _ranked([*climbed, *refined])
+
+    stages: dict[Partition, StageOne] = dict(stage_one)
+    ideals = [_ideal(costings[p], s) for p in costings for s in stages[p].pool]
+    kinds = [phased_of(ideals)]
+    if _tied_us(kinds[0]):
+        stages.update({p: add_shared_cuts(s, limits) for p, s in stage_one.items()})
+        more = [_ideal(costings[p], s) for p in costings for s in stages[p].pool[len(stage_one[p].pool) :]]
+        ideals += more
+        kinds.append(phased_of(more))
     found: dict[Shares, _Candidate] = {
-        "ideal": _Candidate(costing=best_ideal[0], allocation=ideal(best_ideal[1])),
-        "phased": ranked[0],
+        "ideal": min(ideals, key=lambda c: c.allocation.period_us),
+        "phased": _ranked(list(itertools.chain(*kinds)))[0],
     }
     if options.shares == "constant":
         work = options.work * STAGE_TWO_WORK
-        few = _distinct(ranked)[:CONSTANT_CANDIDATES]
+        few = [c for ranked in kinds for c in _distinct(ranked)[:CONSTANT_CANDIDATES]]
         solved = threads.map(lambda c: _constant(c, work, deadline, options.seed, device), few)
-        found["constant"] = min(solved, key=lambda c: c.allocation.period_us)
-    return found
+        found["constant"] = _ranked(list(solved))[0]
+    return stages, found
+
+
+def _ideal(costing: Costing, structure: Structure) -> _Candidate:
+    return _Candidate(costing=costing, allocation=ideal(tighten(as_solved(structure, costing), costing)))
 
 
 def _refined(costing: Costing, schedule: Schedule, device: Device) -> _Candidate:
@@ -154,7 +229,7 @@ def _refined(costing: Costing, schedule: Schedule, device: Device) -> _Candidate
     durations: Sequence[float] = operating_durations(schedule, device)
     for _ in range(REFINEMENTS):
         allocation = phased(retime(schedule, durations, arcs), device)
-        if allocation.period_us >= best.period_us * (1 - 1e-4) and best.schedule is not schedule:
+        if allocation.period_us >= best.period_us * (1 - ROUNDING) and best.schedule is not schedule:
             break
         if allocation.period_us < best.period_us:
             best = allocation
@@ -198,7 +273,7 @@ def _moves(schedule: Schedule) -> list[tuple[frozenset[str], int, int]]:
 
 
 def _climbed(candidate: _Candidate, device: Device, rounds: int, deadline: float) -> _Candidate:
-    """Moves cuts by a tile as long as the phased period gets shorter, the order of lanes kept."""
+    """Moves cuts by a tile as long as the phased allocation improves, the order of lanes kept."""
     best = candidate
     for _ in range(rounds):
         better = best
@@ -213,8 +288,9 @@ def _climbed(candidate: _Candidate, device: Device, rounds: int, deadline: float
                 allocation = phased(retime(trial, operating_durations(trial, device), arcs), device)
             except CyclicOrderError:
                 continue
-            if allocation.period_us < better.allocation.period_us * (1 - 1e-4):
-                better = dataclasses.replace(best, allocation=allocation)
+            moved = _Candidate(costing=best.costing, allocation=allocation)
+            if _improves(moved, better):
+                better = moved
         if better is best:
             break
         best = _refined(better.costing, better.allocation.schedule, device)
@@ -243,4 +319,4 @@ def _constant(candidate: _Candidate, work: float, deadline: float, seed: int, de
         time_limit_s=max(deadline - time.monotonic(), 0.01), first=candidate.allocation.mean_shares(),
     )  # fmt: skip
     better = allocation if allocation is not None and allocation.period_us < fallback.period_us else fallback
-    return dataclasses.replace(candidate, allocation=better)
+    return _Candidate(costing=candidate.costing, allocation=better)

@@ -5,8 +5,7 @@ subject to
  (1) duration is the table's entry time alone / P(share);
  (2) dependencies and the lane order of stage I: s[head] >= s[tail] + duration[tail] - layers T;
  (3) starts stay in their windows of stage I, and at every instant the shares sum to at most 1: one cumulative constraint over
-     copies at s, s + T, s + 2 T ..., as many as windows can differ;
- (4) T >= energy / (cap - idle).
+     copies at s, s + T, s + 2 T ..., as many as windows can differ.
 
 A schedule to start from comes from issuing nano-operations in the window's order, each as soon as it may run, with shares found
 by coordinate descent; the integer program then only has to beat it.
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from ortools.sat.python import cp_model
 
 from search.interference import performance, useful_shares
-from search.resources import SHARE_STEP, Allocation, Device, Grant, energy_floor_us
+from search.resources import SHARE_STEP, Allocation, Device, Grant
 from search.schedule import Arc, Schedule, lane_arcs, retime
 
 _PERMILLE = 1000
@@ -118,15 +117,12 @@ def constant(
     """
     arcs = [*dependencies, *lane_arcs(schedule)]
     tick = schedule.period_us / 1500
-    floor = energy_floor_us(schedule, device.power)
     start = descend(schedule, arcs, first, device)
-    incumbent = None if start is None or start[0].period_us < floor else _granted(start[0], start[1], device)
-    longest = incumbent.period_us if incumbent else max(sum(n.best_us for n in schedule.nodes), floor)
+    incumbent = None if start is None else _granted(*start, device)
+    longest = incumbent.period_us if incumbent else sum(n.best_us for n in schedule.nodes)
     upper = math.ceil(longest / tick)
-    if math.floor(floor / tick) > upper:
-        return incumbent
     cp = cp_model.CpModel()
-    period = cp.new_int_var(math.floor(floor / tick), upper, "T")
+    period = cp.new_int_var(0, upper, "T")
     starts, durations, demands, options = [], [], [], []
     for v, node in enumerate(schedule.nodes):
         shares = useful_shares(device.interference, node.resource, SHARE_STEP)
@@ -162,7 +158,7 @@ def constant(
     chosen = [shares[solver.value(pick)] for pick, shares in options]
     at = [solver.value(s) for s in starts]
     allocation = _constant_allocation(schedule, arcs, device, chosen, at, solver.value(period), tick)
-    bound = max(solver.best_objective_bound * tick - tick * len(schedule.nodes), floor)
+    bound = max(0.0, solver.best_objective_bound * tick - tick * len(schedule.nodes))
     if incumbent is not None and incumbent.period_us <= allocation.period_us:
         allocation = incumbent
     return dataclasses.replace(allocation, bound_us=bound, work=solver.response_proto.deterministic_time)
@@ -201,7 +197,7 @@ def _constant_allocation(schedule, arcs, device, shares, at, period, tick) -> Al
                 # v starts after u of `k` layers later has ended (k may be negative): keep that.
                 k = (at[v] - at[u] - ticks[u]) // period
                 order.append(Arc(tail=u, head=v, layers=-k))
-        return retime(schedule, exact, order, at_least=energy_floor_us(schedule, device.power))
+        return retime(schedule, exact, order)
 
     placed = ordered(1 + 1e-9)
     if _most_shares(placed, shares) > 1 + 1e-9:

@@ -88,7 +88,10 @@ def plan_table(outcome: "Outcome") -> str:
     for form in ("phased", "constant"):
         if form in outcome.plans:
             period = outcome.plans[form].period_us
-            lines.append(f"stage II, {form:8s} shares {period:9.1f} us   {p.sequential_us / period:.3f} x")
+            line = f"stage II, {form:8s} shares {period:9.1f} us   {p.sequential_us / period:.3f} x"
+            unlimited = outcome.unlimited_us[form]
+            limited = period > unlimited * (1 + 1e-6)
+            lines.append(f"{line}   power is the limit, without it {unlimited:.1f} us" if limited else line)
     lines.append(f"lower bound of any plan   {p.lower_bound_us:9.1f} us")
     if p.mean_power_w:
         lines.append(f"mean power                {p.mean_power_w:9.1f} W")

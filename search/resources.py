@@ -1,14 +1,16 @@
-"""Stage II: resource shares for a fixed order, with interference and power; the form in which shares may change.
+"""Stage II: resource shares for a fixed order, with interference; the form in which shares may change; and power.
 
 Everything that runs together holds shares R with a sum of at most 1 and works at the speed P(R) of the interference map.
 
 `phased` lets shares change whenever a nano-operation starts or ends in the stage I schedule. Between two such borders (a phase)
-the same nano-operations run; x[f][r] >= 0 is the time that phase f spends under share pattern r. Minimise sum x subject to
- (1) for each nano-operation, the sum of x[f][r] P(its share in r) over its phases is at least its time alone;
- (2) sum x >= energy / (cap - idle): on average the power cap holds.
+the same nano-operations run; x[f][r] >= 0 is the time that phase f spends under share pattern r. Minimise sum x such that
+for each nano-operation the sum of x[f][r] P(its share in r) over its phases is at least its time alone.
 Phases keep their order, so all dependencies hold by construction. It is a linear program, exact for this order of borders.
 
 The constant form, one share for a nano-operation's whole life, is in constant.py.
+
+Neither form knows of power: `slowed` stretches what they find, as a lower clock does, until the mean power is at most the cap.
+So of allocations that are equally long at the cap it is still known which is faster without it.
 
 Source: NanoFlow paper, section 4.1.3, which has the constant form; power and the phased form are ours.
 """
@@ -35,7 +37,6 @@ class Device:
 
     num_sms: int
     interference: Interference
-    power: PowerModel | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,19 @@ def energy_floor_us(schedule: Schedule, power: PowerModel | None) -> float:
     if power is None:
         return 0.0
     return power.least_time_us(sum(n.energy_j or 0.0 for n in schedule.nodes))
+
+
+def slowed(allocation: Allocation, power: PowerModel | None) -> Allocation:
+    """The allocation at the power cap: all of it slower by one factor, if it would draw more on average, until it does not."""
+    floor = energy_floor_us(allocation.schedule, power)
+    if allocation.period_us >= floor:
+        return allocation
+    factor = floor / allocation.period_us
+    grants = tuple(
+        dataclasses.replace(g, start_us=factor * g.start_us, stop_us=factor * g.stop_us, performance=g.performance / factor)
+        for g in allocation.grants
+    )
+    return dataclasses.replace(allocation, grants=grants, period_us=floor, bound_us=floor)
 
 
 def ideal(schedule: Schedule) -> Allocation:
@@ -179,8 +193,7 @@ def phased(schedule: Schedule, device: Device) -> Allocation:
     """The linear program of the phased form; `schedule` is stage I's, in real time."""
     phases = _phases(schedule)
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    work = [solver.Constraint(n.best_us, solver.infinity()) for n in schedule.nodes]  # (1)
-    total = solver.Constraint(energy_floor_us(schedule, device.power), solver.infinity())  # (2)
+    work = [solver.Constraint(n.best_us, solver.infinity()) for n in schedule.nodes]
     patterns, variables = [], []
     for phase in phases:
         resources = tuple(schedule.nodes[v].resource for v in phase.nodes)
@@ -189,7 +202,6 @@ def phased(schedule: Schedule, device: Device) -> Allocation:
         for shares in patterns[-1]:
             x = solver.NumVar(0.0, solver.infinity(), "")
             solver.Objective().SetCoefficient(x, 1.0)
-            total.SetCoefficient(x, 1.0)
             for v, resource, share in zip(phase.nodes, resources, shares, strict=True):
                 work[v].SetCoefficient(x, performance(device.interference, resource, share))
             variables[-1].append(x)

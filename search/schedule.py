@@ -122,8 +122,8 @@ def _fold(schedule: Schedule, v: int) -> tuple[int, float]:
     return window, schedule.starts[v] - window * schedule.period_us
 
 
-def shortest_period(durations: Sequence[float], arcs: Sequence[Arc], at_least: float = 0.0) -> tuple[float, list[float]]:
-    """The least period from `at_least` on that all arcs allow, and the earliest starts at it; the first node starts at 0.
+def shortest_period(durations: Sequence[float], arcs: Sequence[Arc]) -> tuple[float, list[float]]:
+    """The least period that all arcs allow, and the earliest starts at it; the first node starts at 0.
 
     Raises the period from cycle to cycle: while longest paths do not converge, some cycle needs more, and its ratio of time to
     layers is the next period to try. Ends at the largest such ratio, exactly but for rounding.
@@ -131,7 +131,7 @@ def shortest_period(durations: Sequence[float], arcs: Sequence[Arc], at_least: f
     Raises:
       CyclicOrderError: a cycle takes time but advances no layer.
     """
-    period = max(max(durations), at_least)
+    period = max(durations)
     while True:
         starts, cycle = _longest_paths(durations, arcs, period)
         if cycle is None:
@@ -175,9 +175,9 @@ def _longest_paths(durations: Sequence[float], arcs: Sequence[Arc], period: floa
     return starts, cycle
 
 
-def retime(schedule: Schedule, durations: Sequence[float], arcs: Sequence[Arc], at_least: float = 0.0) -> Schedule:
+def retime(schedule: Schedule, durations: Sequence[float], arcs: Sequence[Arc]) -> Schedule:
     """The same nodes with other durations: the shortest period that `arcs` allow, everything as early as possible."""
-    period, starts = shortest_period(durations, arcs, at_least)
+    period, starts = shortest_period(durations, arcs)
     least = min(math.floor(s / period + 1e-9) for s in starts)
     shifted = tuple(s - least * period for s in starts)
     return dataclasses.replace(schedule, starts=shifted, durations=tuple(durations), period_us=period)

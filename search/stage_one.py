@@ -3,6 +3,7 @@
 Starts with two nano-batches per group (one for prompt attention, which is short), first with the same cut for all groups, then
 with every cut free. Then, while the busiest lane has bubbles, groups next to a bubble get one nano-batch more; a count is
 kept if the period gets shorter. Each step has a deterministic work limit, so the result repeats for a seed.
+Where power turns out to be the limit, structures that only stage II can tell from others are wanted as well: `add_shared_cuts`.
 Source: NanoFlow paper, section 4.1.2.
 """
 
@@ -37,7 +38,8 @@ class StageOne:
     """Outcome for one partition of the weights.
 
     `bound` (ticks) is proven for exactly the counts of `best`. `base` is the best structure at the starting counts with
-    `base_bound`. `any_bound` holds for every choice of counts. `tried` lists (counts, period or None, bound).
+    `base_bound`. `any_bound` holds for every choice of counts. `pool` is what was met, best first, then what was added to it.
+    `tried` lists (counts, period or None, bound).
     """
 
     best: Structure
@@ -142,6 +144,28 @@ class _Run:
         self.keep(solved.pool)
         self.tried.append((counts, solved.best.period if solved.best else None, solved.bound))
         return solved.best
+
+
+def add_shared_cuts(stage: StageOne, limits: Limits) -> StageOne:
+    """`stage` with more structures at the end of its pool: for every tile border the best whose groups are all cut there.
+
+    Groups that lie on one side of the border stay whole, so these have fewest nano-operations. Without interference and power
+    that seldom gains anything, which is why the loop above does not ask for it.
+    """
+    problem = stage.best.problem
+    added, work = list(stage.pool), stage.work
+    for border in range(1, problem.groups[0].stop):
+        cuts = [(g.first, border, g.stop) if g.first < border < g.stop else (g.first, g.stop) for g in problem.groups]
+        solved = solve(
+            problem, [len(c) - 1 for c in cuts], cuts=cuts, work_limit=0.02 * limits.work, time_limit_s=limits.seconds_left(),
+            seed=limits.seed, at_most=int(stage.best.period * (1 + POOL_SLACK)),
+        )  # fmt: skip
+        added += solved.pool
+        work += solved.work
+    best = min(added, key=lambda s: s.period)
+    if best.period == stage.best.period:
+        return dataclasses.replace(stage, pool=tuple(added), work=work)
+    return dataclasses.replace(stage, best=best, bound=problem.load_bound(best.counts), pool=tuple(added), work=work)
 
 
 def sequential_structure(problem: Problem) -> Structure:

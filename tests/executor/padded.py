@@ -42,5 +42,6 @@ def leaving_undefined(value: Array | float, told_rows: Callable[[bool], None] = 
         append_kv=REFERENCE.append_kv,
         decode_attention=REFERENCE.decode_attention,
         prefill_attention=prefill_attention,
+        gemm_all_reduce=REFERENCE.gemm_all_reduce,
         gemm_with_decode_attention=REFERENCE.gemm_with_decode_attention,
     )

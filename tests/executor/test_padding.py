@@ -43,7 +43,7 @@ SLOW = [
     for kind, turns in {"dense": (0, 2), "moe": (1, 3)}.items()
     for turn in turns
     if (kind, *LAYOUTS[(number + turn) % 4], mode) not in FAST
-]
+] + [("dense", 2, "gemm_all_reduce", Mode.STREAMS)]
 
 
 def interference(kind: str, tp_size: int, partition: str, mode: Mode | None) -> None:
@@ -62,8 +62,9 @@ def interference(kind: str, tp_size: int, partition: str, mode: Mode | None) -> 
             forward = functools.partial(sequential.forward, kernels=kernels)
         else:
             forward = functools.partial(
-                nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: kernels, on_streams=False
-            )
+                nano_batch.forward, plan=plan, mode=mode, kernels_for=lambda _: kernels, on_streams=False,
+                in_graph=mode is Mode.STREAMS,
+            )  # fmt: skip
         batch = unpack(packed, SHAPE)
         out = forward(model.config, model.layout, nnx.merge(graph, weights), cache, last_tokens, batch, new_kv=new_kv)
         return (*out, new_kv.groups[0])

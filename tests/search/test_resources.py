@@ -24,7 +24,7 @@ from search.schedule import Arc, CyclicOrderError, Node, Schedule, shortest_peri
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
 TABLE_3 = shipped_maps()["paper-table3"]
-A100 = Device(num_sms=108, interference=TABLE_3, power=None)
+A100 = Device(num_sms=108, interference=TABLE_3)
 POWER = PowerModel(cap_w=700, idle_w=100, pj_per_flop=1, pj_per_byte=1, pj_per_attention_byte=1, source="made up")
 
 
@@ -97,7 +97,7 @@ def test_phase_program_hand_worked() -> None:
 def test_power_floor_lengthens_the_phases() -> None:
     """0.12 J in all at 600 W above idle needs 200 us, more than interference does."""
     schedule = _side_by_side(100.0, 40.0, energy_j=0.06)
-    device = Device(num_sms=108, interference=TABLE_3, power=POWER)
+    device = Device(num_sms=108, interference=TABLE_3)
     assert phased(schedule, device).period_us == pytest.approx(200.0)
     found = constant(schedule, [], device, work_limit=1, time_limit_s=20, first=[0.6, 0.4])
     assert found is not None
@@ -171,7 +171,7 @@ def test_a_map_without_interference_gives_the_ideal_back() -> None:
         name="free", source="made up", memory=(InterferencePoint(share=0.01, performance=1.0),),
         network=(InterferencePoint(share=0.01, performance=1.0),),
     )  # fmt: skip
-    device = Device(num_sms=1000, interference=free, power=None)
+    device = Device(num_sms=1000, interference=free)
     assert phased(_side_by_side(100.0, 40.0), device).period_us == pytest.approx(100.4, rel=1e-3)
 
 

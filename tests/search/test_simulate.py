@@ -95,7 +95,7 @@ def _plan_of(structure: Structure, costing: Costing) -> PipelinePlan:
     schedule = as_solved(structure, costing)
     table = costing.table
     allocation = ideal(schedule)
-    device = Device(num_sms=table.num_sms, interference=table.interference, power=table.power)
+    device = Device(num_sms=table.num_sms, interference=table.interference)
     sane = tighten(
         as_solved(solve(structure.problem, structure.counts, work_limit=2, time_limit_s=60).pool[0], costing), costing
     )
@@ -212,7 +212,7 @@ def test_serial_is_the_sum_of_its_parts() -> None:
     problem = build_problem(costing)
     stage = search_structure(problem, Limits(work=0.5, deadline=time.monotonic() + 60, seed=0))
     schedule = tighten(as_solved(stage.best, costing), costing)
-    device = Device(num_sms=108, interference=costing.table.interference, power=None)
+    device = Device(num_sms=108, interference=costing.table.interference)
     both = {costing.partition: stage}, {costing.partition: costing}
     one_by_one = build_plan(costing, serial(schedule), "constant", device, *both)
     assert one_by_one.period_us == pytest.approx(one_by_one.prediction.nano_us)
