@@ -160,9 +160,9 @@ def test_hand_states_bounds_and_its_limits(capsys: pytest.CaptureFixture[str], t
     assert list(record) == KEYS
     assert 0 <= record["gap"] < 0.2
     assert 0.5 * record["period_us"] < record["lower_bound_us"] <= record["period_us"]
-    command = ["hand", *SMALL, "--tp", "2", "--border", "256", "--attention-sms", "48", "--out", str(tmp_path / "two.json")]
-    assert main(command) == 2
-    assert "tp=2" in capsys.readouterr().err
+    machine = ["--model", "mixtral-8x7b", "--hardware", "h200", "--tp", "4", "--b-dense", "1024", "--workload", "512:512"]
+    assert main(["hand", *machine, "--border", "512", "--attention-sms", "48", "--out", str(tmp_path / "moe.json")]) == 2
+    assert "mixtral-8x7b" in capsys.readouterr().err
 
 
 def test_join_replays_the_plans_on_the_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
