@@ -19,7 +19,7 @@ from search.constant import constant, descend, issue_in_order
 from search.hardware import PowerModel, hardware
 from search.interference import Interference, InterferencePoint, performance, shipped_maps
 from search.plan_set import crossover, make_plan_set
-from search.resources import Allocation, Device, ideal, phased, serial, share_patterns
+from search.resources import Allocation, Device, ideal, phased, serial, share_patterns, slowed
 from search.schedule import Arc, CyclicOrderError, Node, Schedule, shortest_period
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
@@ -94,14 +94,17 @@ def test_phase_program_hand_worked() -> None:
     assert ideal(schedule).period_us == 100.0
 
 
-def test_power_floor_lengthens_the_phases() -> None:
-    """0.12 J in all at 600 W above idle needs 200 us, more than interference does."""
-    schedule = _side_by_side(100.0, 40.0, energy_j=0.06)
-    device = Device(num_sms=108, interference=TABLE_3)
-    assert phased(schedule, device).period_us == pytest.approx(200.0)
-    found = constant(schedule, [], device, work_limit=1, time_limit_s=20, first=[0.6, 0.4])
-    assert found is not None
-    assert found.period_us >= 200.0 * (1 - 1e-3)
+def test_the_power_floor_slows_everything_down_alike() -> None:
+    """0.12 J in all at 600 W above idle need 200 us, which interference makes 120: everything is 5 / 3 slower."""
+    free = phased(_side_by_side(100.0, 40.0, energy_j=0.06), A100)
+    found = slowed(free, POWER)
+    assert free.period_us == pytest.approx(120.0)
+    assert found.period_us == pytest.approx(200.0)
+    for g, was in zip(found.grants, free.grants, strict=True):
+        assert (g.node, g.share) == (was.node, was.share)
+        assert (g.start_us, g.stop_us) == (pytest.approx(was.start_us * 5 / 3), pytest.approx(was.stop_us * 5 / 3))
+        assert g.performance == pytest.approx(was.performance * 3 / 5)
+    assert slowed(found, POWER) is found
 
 
 def test_constant_shares_hand_worked() -> None:
