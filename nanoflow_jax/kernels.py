@@ -79,7 +79,7 @@ def mosaic(num_sms: int) -> Kernels:
 
 
 def mosaic_peers(num_sms: int) -> Kernels:
-    """As `mosaic`; a GEMM sums over the ranks itself, in their memory (docs/kernels-collectives.md)."""
+    """As `mosaic`; a GEMM sums over the ranks itself, in memory that NVLink must reach (docs/kernels-collectives.md)."""
 
     def reduced(a: Array, b: Array, residual: Array) -> Array:
         return gemm_all_reduce(a, b, axis=TP, residual=residual, num_sms=num_sms)

@@ -39,7 +39,7 @@ class StepInputs:
     decode_tables: jax.Array  # int32[B, pages]
     decode_kv_lens: jax.Array  # int32[B]; 0 where the row does not decode
     block_tables: jax.Array  # int32[S, pages]
-    kv_lens: jax.Array  # int32[S], up to the range's last token of the row
+    kv_lens: jax.Array  # int32[S], up to the range's last token of the row; never negative
     q_starts: jax.Array  # int32[S], within the range
     q_lens: jax.Array  # int32[S]; 0 for decoding rows and rows outside the range
     kernels: Kernels
@@ -87,7 +87,7 @@ def step_inputs(
         decode_tables=batch.block_tables[decode_rows],
         decode_kv_lens=jnp.where(decoding, batch.kv_lens, 0)[decode_rows],
         block_tables=batch.block_tables,
-        kv_lens=batch.kv_lens - (batch.q_starts + batch.q_lens - last),
+        kv_lens=jnp.maximum(batch.kv_lens - (batch.q_starts + batch.q_lens - last), 0),
         q_starts=first - start,
         q_lens=q_lens,
         kernels=kernels,

@@ -65,7 +65,7 @@ def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str], plan: Pi
     peers: tuple[KernelChoice, ...] = ("mosaic_peers",)
     of_mode: dict[str, tuple[KernelChoice, ...]] = {
         "sequential": either + peers if plan.tp > 1 else either,
-        "xla": either,
+        "xla": peers if plan.partition == "gemm_all_reduce" else either,
     }
     budgeted = peers if plan.partition == "gemm_all_reduce" else ("mosaic",)
     return [

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from nanoflow_jax.compare.trace import Event, kind
 from nanoflow_jax.config import ModelConfig
@@ -60,12 +60,14 @@ def sequential_kernels(config: ModelConfig, layout: ParallelLayout, *, reduce_in
     names = layer_operations(config, layout, reduce_in_gemm=reduce_in_gemm)
     # On one rank the projections add the residual, too.
     operations = [name.removesuffix("_residual").replace("_proj_all_reduce", "_proj") for name in names]
-    return _expected([Label(name, layer) for layer in range(config.num_layers) for name in operations], reduce_in_gemm)
+    reduced = {operation for name, operation in zip(names, operations, strict=True) if name == f"{operation}_all_reduce"}
+    return _expected([Label(name, layer) for layer in range(config.num_layers) for name in operations], reduced)
 
 
 def planned_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     """What a step by the plan launches when every nano-operation has kernels of its own."""
-    return _expected([_label(placed) for placed in in_order(plan, num_layers)], plan.partition == "gemm_all_reduce")
+    reduced = REDUCED_IN_GEMM if plan.partition == "gemm_all_reduce" else frozenset()
+    return _expected([_label(placed) for placed in in_order(plan, num_layers)], reduced)
 
 
 def fused_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
@@ -90,11 +92,11 @@ def _label(placed: Placed) -> Label:
     return Label(placed.nano.operation, placed.layer, placed.nano.nano_batch)
 
 
-def _expected(layers: Sequence[Label], reduce_in_gemm: bool = False) -> Expected:
+def _expected(layers: Sequence[Label], reduced: Set[str] = frozenset()) -> Expected:
+    """Kernels in order; those of `reduced` sum over the ranks themselves."""
     found: Expected = defaultdict(list)
     for label in (Label("embed"), *layers, Label("logits")):
-        in_gemm = reduce_in_gemm and label.operation in REDUCED_IN_GEMM
-        for each in ("fused",) if in_gemm else _KINDS.get(label.operation, ()):
+        for each in ("fused",) if label.operation in reduced else _KINDS.get(label.operation, ()):
             found[each].append(label)
     return found
 

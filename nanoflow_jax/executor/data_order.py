@@ -19,16 +19,22 @@ from nanoflow_jax.operations import StepInputs
 def not_before(step: StepInputs, results: Sequence[Array]) -> StepInputs:
     """`step` with the same values, which do not exist before all of `results` do.
 
-    They are the counts that our kernels read before anything else: of tokens, and of the cache's. A count is no less than 0, so
-    the larger of it and of what is at most 0 is the count; that is not known to XLA, which would leave out what has no effect.
+    They are the counts that our kernels read before anything else, of tokens and of the cache's, and the slots, by which
+    experts count theirs. A count is no less than 0 and a slot no less than -1, so the larger of it and of what is at most that
+    is the same; XLA does not know, or it would leave out what has no effect. Writes of the pool are not held back, nor is what
+    has few CTAs and waits for none.
     """
-    nothing = jnp.minimum(functools.reduce(jnp.maximum, [_some_of(result) for result in results]), 0)
+    some = functools.reduce(jnp.maximum, [_some_of(result) for result in results])
 
-    def after(count: Array) -> Array:
-        return jnp.maximum(count, nothing)
+    def after(counts: Array, least: int = 0) -> Array:
+        return jnp.maximum(counts, jnp.minimum(some, least))
 
     return dataclasses.replace(
-        step, used_tokens=after(step.used_tokens), decode_kv_lens=after(step.decode_kv_lens), kv_lens=after(step.kv_lens)
+        step,
+        used_tokens=after(step.used_tokens),
+        decode_kv_lens=after(step.decode_kv_lens),
+        kv_lens=after(step.kv_lens),
+        slots=after(step.slots, least=-1),
     )
 
 

@@ -87,6 +87,8 @@ def forward(
     """
     if (plan.partition == "all_gather") != layout.gathered_o_proj:
         raise ValueError(f"{plan.partition=} does not fit weights with {layout.gathered_o_proj=}")
+    in_phases = mode in (Mode.STREAMS, Mode.FUSED)
+    on_streams = on_streams and in_phases
     if plan.partition == "gemm_all_reduce" and on_streams and not kernels_for(plan.num_sms).reduces_in_gemm:
         raise ValueError(f"{plan.partition=} wants GEMMs that sum over the ranks themselves: kernels 'mosaic_peers'")
     if batch.shape.num_tokens != plan.b_dense:
@@ -94,9 +96,8 @@ def forward(
     pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache, in_graph)
     pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
     num_layers = config.num_layers
-    in_phases = mode in (Mode.STREAMS, Mode.FUSED)
     phases = group(plan, num_layers) if in_phases else [(placed,) for placed in in_order(plan, num_layers)]
-    annotate = on_stream if on_streams and in_phases else where_it_is
+    annotate = on_stream if on_streams else where_it_is
     gemms = fused.gemms(plan)
     behind: list[Array] = []
     for phase in phases:

@@ -108,8 +108,8 @@ def step_sizes(b_dense: int, *, on_gpu: bool) -> list[int]:
     """Tokens of steps unless told otherwise, ascending, the last `b_dense`.
 
     On CPUs powers of two from 16. A GPU reads all weights in every step and multiplies 64 rows meanwhile, so less would cost as
-    much. Larger sizes lie half a power of two apart: GEMMs leave padding out, so that it costs what small operations do per
-    token and collectives send, and every size has to be compiled.
+    much. Larger sizes lie half a power of two apart: GEMMs leave padding out, but for those that sum over ranks, so that it
+    costs what small operations do per token and collectives send, and every size has to be compiled.
     """
 
     def following(size: int) -> int:
@@ -323,6 +323,8 @@ class ModelRunner:
                 raise ValueError(f"a plan for (model, tp, gathered o_proj) {wanted} does not fit {have}")
             if plan.b_dense > self.shapes[-1].num_tokens:
                 raise ValueError(f"a plan of {plan.b_dense=} is larger than steps, b_dense={self.shapes[-1].num_tokens}")
+        if self._kernels == "mosaic_peers" and self._layout.tp_size == 1:
+            raise ValueError("kernels='mosaic_peers' sum over ranks, of which there is one: take 'mosaic'")
         if self._mode in ("streams", "fused") and self._on_gpu and jax.__version_info__ < (0, 11):
             raise ValueError(f"mode {self._mode!r} needs jax 0.11 or newer, this is {jax.__version__}")
 

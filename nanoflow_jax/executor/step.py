@@ -60,7 +60,8 @@ def step_function(
     """
     budgeted = kernels_for(kernels)
     # Not with several ranks: collectives are in no graph, and kernels that wait for their peers must start in one order on all.
-    in_graph = on_gpu and plan is not None and plan.tp == 1 and mode == "streams"
+    # Nor XLA's GEMM, which reads no count that order could be made of.
+    in_graph = on_gpu and plan is not None and plan.tp == 1 and mode == "streams" and kernels != "cublas"
     if plan is None:
         execute = functools.partial(sequential.forward, kernels=budgeted(num_sms))
     else:

@@ -32,7 +32,6 @@ from nanoflow_jax.plan_files import decode_plan
 from tests.kernels.aot import H200
 
 PLANS = pathlib.Path(__file__).parent.parent / "data" / "plans"
-_GEMM = re.compile(r'op_name="[^"]*/gemm[/"]')
 _CALLED = re.compile(r"(?:calls|to_apply)=(%[\w.-]+)")
 NUM_LAYERS, NUM_PAGES, PAGE_SIZE, MAX_CONTEXT = 3, 4096, 64, 1024
 
@@ -70,7 +69,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "kernel_slice_offsets": kernel_slice_offsets(compiled.as_text()),
         "fused_calls": fused_calls(compiled.as_text()),
         "unnamed_kernels": unnamed_kernels(compiled.as_text()),
-        "unordered_gemms": unordered_gemms(compiled.as_text()),
+        "unordered": {kernel: unordered(compiled.as_text(), kernel) for kernel in ("gemm", "decode_attention")},
         "kernels": len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', compiled.as_text()))),
         "empty_starts": sum("kAsyncStart" in line and "No thunks" in after for line, after in itertools.pairwise(lines)),
     }))  # fmt: skip
@@ -93,17 +92,21 @@ def fused_calls(hlo: str) -> int:
     return len(re.findall(r"custom-call\(.*gemm_with_decode_attention", hlo))
 
 
-def unordered_gemms(hlo: str) -> int:
-    """How many GEMMs, or regions with some, take nothing that the one before had a part in: a graph may run both at once."""
+def unordered(hlo: str, kernel: str) -> tuple[int, int]:
+    """How many kernels of that name, or regions with some, take nothing that the one before had a part in, and how many exist.
+
+    The former a graph may run at once.
+    """
+    sign = re.compile(rf'op_name="[^"]*/{kernel}[/"]')
     before, _, entry = hlo.partition("\nENTRY ")
     bodies = re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", before, re.MULTILINE | re.DOTALL)
-    with_gemms: set[str] = set()
+    with_some: set[str] = set()
     for name, body in bodies:  # what is called comes before what calls it
-        if _GEMM.search(body) or with_gemms & set(_CALLED.findall(body)):
-            with_gemms.add(name)
-    comes_from: dict[str, set[str]] = {}  # value: the GEMMs
+        if sign.search(body) or with_some & set(_CALLED.findall(body)):
+            with_some.add(name)
+    comes_from: dict[str, set[str]] = {}  # value: the kernels
     elements: dict[str, list[str]] = {}  # of tuples
-    unordered, gemms = 0, []
+    found, kernels = 0, []
     instruction = r"^\s*(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((%[^()]*)\)(.*)$"
     for name, opcode, operands, rest in re.findall(instruction, entry, re.MULTILINE):
         read = re.findall(r"%[\w.-]+", operands)
@@ -112,12 +115,11 @@ def unordered_gemms(hlo: str) -> int:
         if opcode == "tuple":
             elements[name] = read
         comes_from[name] = set().union(*(comes_from.get(value, ()) for value in read))
-        if opcode in ("custom-call", "call-start") and (_GEMM.search(rest) or with_gemms & set(_CALLED.findall(rest))):
-            unordered += bool(gemms) and gemms[-1] not in comes_from[name]
+        if opcode in ("custom-call", "call-start") and (sign.search(rest) or with_some & set(_CALLED.findall(rest))):
+            found += bool(kernels) and kernels[-1] not in comes_from[name]
             comes_from[name].add(name)
-            gemms.append(name)
-    assert len(gemms) > NUM_LAYERS, f"only {gemms} found"
-    return unordered
+            kernels.append(name)
+    return found, len(kernels)
 
 
 def kernel_slice_offsets(hlo: str) -> list[int]:

@@ -105,6 +105,7 @@ def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["tp"] == 2
     assert found["modes"]["streams (reference)"]["burst"]["deep_step_ms"] > 0
+    assert found["modes"]["streams (reference)"]["logits"]["repeats"]
 
 
 def test_modes_that_fail_leave_the_others_their_turn(plan_file, light_steps, monkeypatch, capsys) -> None:
@@ -273,8 +274,11 @@ def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...])
 @pytest.mark.parametrize(("partition", "kernels"), [("all_reduce", "mosaic"), ("gemm_all_reduce", "mosaic_peers")])
 def test_ranks_show_gemms_that_sum_over_them_too(partition: Partition, kernels: str) -> None:
     plan = random_plan(np.random.default_rng(0), tp=2, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=4)
-    rows = [variant.label for variant in measure.variants(True, "cublas", ("sequential", "streams"), plan)]
-    assert rows == ["sequential (cublas)", "sequential (mosaic)", "sequential (mosaic_peers)", f"streams ({kernels})"]
+    rows = [variant.label for variant in measure.variants(True, "cublas", get_args(ExecutionMode), plan)]
+    xla = ["xla (cublas)", "xla (mosaic)"] if partition == "all_reduce" else ["xla (mosaic_peers)"]
+    budgeted = [f"{mode} ({kernels})" for mode in ("streams", "fused")]
+    sequential = [f"sequential ({each})" for each in ("cublas", "mosaic", "mosaic_peers")]
+    assert rows == [*sequential, f"nano ({kernels})", *xla, *budgeted]
 
 
 def test_the_batch_is_the_workloads_mix() -> None:

@@ -19,7 +19,7 @@ from tests.kernels.aot import child_environment
 
 pytestmark = pytest.mark.aot
 ONE_GPU, FOUR_GPUS, EIGHT_GPUS = "llama3-8b-h200-tp1", "llama3-70b-h200-tp4", "llama3-70b-h200-tp8"
-TWO_GPUS_BY_HAND = "llama3-70b-h200-tp2-hand"
+DECODING, TWO_GPUS_BY_HAND = "llama3-8b-h200-decoding-hand", "llama3-70b-h200-tp2-hand"
 _WITH_NETWORK = {"compute+memory", "compute+network"}
 
 
@@ -68,12 +68,17 @@ def test_pairs_of_the_plan_are_fused_and_collectives_stay_beside(plan: str, othe
     assert others <= found["pairs"].keys()
 
 
-def test_in_a_graph_no_gemm_can_run_beside_another() -> None:
+@pytest.mark.parametrize("plan", [ONE_GPU, DECODING])
+def test_in_a_graph_no_gemm_can_run_beside_another(plan: str) -> None:
     """Streams and barriers say so, but a graph's kernels wait for data alone: two might share too few SMs for either."""
-    assert schedule(ONE_GPU, "streams")["unordered_gemms"] == 0
-    assert schedule(ONE_GPU, "nano")["unordered_gemms"] >= NUM_LAYERS, (
-        "nano-batches depend on each other, so this test sees nothing"
-    )
+    for unordered, kernels in schedule(plan, "streams")["unordered"].values():
+        assert unordered == 0
+        assert kernels >= NUM_LAYERS
+
+
+def test_the_split_alone_is_no_order_of_data() -> None:
+    """Where nano-batches did depend on each other, the test above would see nothing."""
+    assert schedule(ONE_GPU, "nano")["unordered"]["gemm"][0] >= NUM_LAYERS
 
 
 @pytest.mark.parametrize(("plan", "mode", "kinds"), [(ONE_GPU, "sequential", 8), (TWO_GPUS_BY_HAND, "sequential", 8)])

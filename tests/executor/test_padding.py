@@ -35,7 +35,7 @@ from tests.model.steps import Host, tiny_model
 GARBAGE = (0.0, np.nan, -np.inf)
 NUM_DECODE = 10
 LAYOUTS = [(1, "none"), (2, "all_reduce"), (2, "all_gather"), (4, "all_reduce")]
-FAST = [("dense", 1, "none", None), ("moe", 2, "all_reduce", Mode.STREAMS)]
+FAST = [("dense", 1, "none", None), ("moe", 2, "all_reduce", Mode.STREAMS), ("dense", 2, "gemm_all_reduce", None)]
 # Every mode meets every layout, half of them with experts.
 SLOW = [
     (kind, *LAYOUTS[(number + turn) % 4], mode)
@@ -57,6 +57,7 @@ def interference(kind: str, tp_size: int, partition: str, mode: Mode | None) -> 
 
     def body(weights, cache, last_tokens, packed, value):
         kernels = leaving_undefined(value, told.append)
+        kernels = dataclasses.replace(kernels, reduces_in_gemm=partition == "gemm_all_reduce")
         new_kv = LeavingKV(model.config.num_layers, 1, to_host=False)
         if mode is None:
             forward = functools.partial(sequential.forward, kernels=kernels)

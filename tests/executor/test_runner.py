@@ -208,6 +208,13 @@ def test_options_are_checked(options: dict, message: str) -> None:
         RunnerConfig(**options)
 
 
+def test_kernels_that_sum_over_ranks_need_several() -> None:
+    model = tiny_model("llama3-tiny")
+    options = RunnerConfig(b_dense=16, max_sequences=4, num_pages=8, max_context=32, kernels="mosaic_peers")
+    with pytest.raises(ValueError, match="of which there is one"):
+        ModelRunner(model.config, model.layout, model.mesh, model.decoder, options, jnp.float32)
+
+
 def test_pool_sizes() -> None:
     assert pages_that_fit(1000, 100, reserve_bytes=250) == 7
     with pytest.raises(ValueError, match="does not fit"):

@@ -311,6 +311,11 @@ def test_gemms_that_sum_over_the_ranks_are_fused_kernels() -> None:
     sequential = sequential_kernels(config, parallel_layout(config, 2), reduce_in_gemm=True)
     assert [label.operation for label in sequential["fused"]] == ["o_proj", "down_proj"] * config.num_layers
     assert {label.operation for label in sequential["collective"]} == {"embed", "logits"}
+    gathered = dataclasses.replace(parallel_layout(config, 2), gathered_o_proj=True)
+    sequential = sequential_kernels(config, gathered, reduce_in_gemm=True)
+    assert [label.operation for label in sequential["fused"]] == ["down_proj"] * config.num_layers
+    assert [label.operation for label in sequential["gemm"]][:3] == ["qkv_proj", "o_proj", "gate_up_proj"]
+    assert "fused" not in sequential_kernels(config, parallel_layout(config, 1), reduce_in_gemm=True)
     for planned in (planned_kernels(plan, 3), fused_kernels(plan, 3)):
         summed = [label for label in planned["fused"] if label.operation in ("o_proj", "down_proj")]
         assert len(summed) == 3 * (len(plan.nano_batches["o_proj"]) + len(plan.nano_batches["down_proj"]))
