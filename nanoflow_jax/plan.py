@@ -31,8 +31,6 @@ ROWS_PER_LAUNCH = 96
 A layer of Llama-3-8B executed sequentially on an H200 takes 63 us and 0.66 us for each of its tokens, by a fit to its profile.
 """
 Partition = Literal["none", "all_reduce", "all_gather", "gemm_all_reduce"]
-REDUCED_IN_GEMM = frozenset({"o_proj", "down_proj"})
-"""Operations that sum over the ranks themselves where a plan's partition is "gemm_all_reduce"."""
 TokenKind = Literal["all", "decode", "prefill"]
 Shares = Literal["ideal", "constant", "phased"]
 
@@ -209,8 +207,8 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
 
     compute, memory, network = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
     feed_forward = "experts" if moe else "down_proj"
-    alone, in_gemm = partition == "none", partition == "gemm_all_reduce"
-    reduced_apart = not alone and (moe or not in_gemm)
+    alone = partition == "none"
+    reduced_apart = not alone and feed_forward not in reduced_in_gemm(partition)
     last = "ffn_all_reduce" if reduced_apart else feed_forward
     complete = {"none": "_residual", "gemm_all_reduce": "_all_reduce"}.get(partition, "")
     qkv = Dependency(producer=last, previous_layer=True)
@@ -233,6 +231,11 @@ def layer_graph(*, moe: bool, partition: Partition) -> tuple[Operation, ...]:
     if reduced_apart:
         add("ffn_all_reduce", network, x, "ffn_all_reduce", "ffn_residual")
     return tuple(nodes)
+
+
+def reduced_in_gemm(partition: Partition) -> frozenset[str]:
+    """The operations that sum over the ranks themselves."""
+    return frozenset({"o_proj", "down_proj"} if partition == "gemm_all_reduce" else ())
 
 
 def token_range(tokens: TokenKind, b_dense: int, decode_tokens: int) -> NanoBatch:

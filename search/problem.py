@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.plan import REDUCED_IN_GEMM, TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations
+from nanoflow_jax.plan import TILE, NanoBatch, Operation, Partition, Resource, layer_graph, present_operations, reduced_in_gemm
 from nanoflow_jax.workload import BatchMix
 from search.analytic import kernel_energy_j
 from search.profile_table import ProfileTable, Timing, kernel_of, lookup
@@ -146,7 +146,7 @@ class Costing:
         timing = lookup(self.table, kernel, tokens, num_sms=num_sms, context=context)
         if self.table.power is not None:
             timing = dataclasses.replace(timing, energy_j=kernel_energy_j(self.table.power, kernel, tokens, context))
-        if self.partition == "gemm_all_reduce" and op.name in REDUCED_IN_GEMM:
+        if op.name in reduced_in_gemm(self.partition):
             timing = self._with_all_reduce(timing, tokens)
         if self.tick_us is None:
             return timing

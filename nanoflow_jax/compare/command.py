@@ -28,6 +28,7 @@ from nanoflow_jax.compare.trace import Event, NoDeviceTraceError, by_device, rea
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.phases import group
 from nanoflow_jax.executor.step import ExecutionMode
+from nanoflow_jax.kernels import kernels_for
 from nanoflow_jax.parallel import device_name
 from nanoflow_jax.plan import PipelinePlan, PlanError
 from nanoflow_jax.plan_files import decode_plan
@@ -228,7 +229,7 @@ def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, ro
     expected: names.Expected = {}
     match variant.mode:
         case "sequential":
-            reduce_in_gemm = variant.kernels == "mosaic_peers"
+            reduce_in_gemm = kernels_for(variant.kernels)(setup.plan.num_sms).reduces_in_gemm
             expected = names.sequential_kernels(setup.at(deep), bench.layout, reduce_in_gemm=reduce_in_gemm)
         case "fused":
             expected = names.fused_kernels(setup.plan, deep)

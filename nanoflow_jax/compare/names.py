@@ -11,7 +11,7 @@ from nanoflow_jax.executor import fused as fused_executor
 from nanoflow_jax.executor.phases import Placed, group, in_order
 from nanoflow_jax.operations import layer_operations
 from nanoflow_jax.parallel import ParallelLayout
-from nanoflow_jax.plan import REDUCED_IN_GEMM, PipelinePlan
+from nanoflow_jax.plan import PipelinePlan, reduced_in_gemm
 
 # Kinds of kernels that each operation launches, in order. Anything that an operation launches besides is of kind "other".
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -66,22 +66,21 @@ def sequential_kernels(config: ModelConfig, layout: ParallelLayout, *, reduce_in
 
 def planned_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     """What a step by the plan launches when every nano-operation has kernels of its own."""
-    reduced = REDUCED_IN_GEMM if plan.partition == "gemm_all_reduce" else frozenset()
-    return _expected([_label(placed) for placed in in_order(plan, num_layers)], reduced)
+    return _expected([_label(placed) for placed in in_order(plan, num_layers)], reduced_in_gemm(plan.partition))
 
 
 def fused_kernels(plan: PipelinePlan, num_layers: int) -> Expected:
     """What a step by the plan launches when attention and the GEMM beside it are one kernel."""
     alone: list[Label] = []
     fused: list[Label] = []
-    gemms = fused_executor.gemms(plan)
+    gemms, reduced = fused_executor.gemms(plan), reduced_in_gemm(plan.partition)
     for phase in group(plan, num_layers):
         parts = fused_executor.beside(phase, gemms)
         taken = {part.attention for of_gemm in parts.values() for part in of_gemm}
         for index, placed in enumerate(phase):
             if index in parts:
                 fused.append(dataclasses.replace(_label(placed), beside=_label(phase[parts[index][0].attention])))
-            elif placed.nano.operation in REDUCED_IN_GEMM - gemms:
+            elif placed.nano.operation in reduced:
                 fused.append(_label(placed))
             elif index not in taken:
                 alone.append(_label(placed))

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from nanoflow_jax.executor.phases import Phase, Placed
 from nanoflow_jax.kernels import Kernels
-from nanoflow_jax.plan import REDUCED_IN_GEMM, PipelinePlan
+from nanoflow_jax.plan import PipelinePlan, reduced_in_gemm
 
 _GEMMS = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
 
@@ -32,7 +32,7 @@ class Part:
 
 def gemms(plan: PipelinePlan) -> frozenset[str]:
     """Operations of the plan that are one GEMM, which sums over no ranks, and what little goes before and behind it."""
-    return _GEMMS - REDUCED_IN_GEMM if plan.partition == "gemm_all_reduce" else _GEMMS
+    return _GEMMS - reduced_in_gemm(plan.partition)
 
 
 def beside(phase: Phase, gemms: Set[str]) -> dict[int, tuple[Part, ...]]:

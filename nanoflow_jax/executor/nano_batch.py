@@ -104,7 +104,7 @@ def forward(
         if mode is not Mode.XLA:
             pipeline.hold_back(phase, behind)
         regions = pipeline.regions(phase) if mode is Mode.STREAMS and probe is None else [[i] for i in range(len(phase))]
-        results = pipeline.run(phase, annotate, fused.beside(phase, gemms) if mode is Mode.FUSED else {}, regions)
+        results = pipeline.run(phase, behind, annotate, fused.beside(phase, gemms) if mode is Mode.FUSED else {}, regions)
         if mode is not Mode.XLA:
             results = lax.optimization_barrier(results)
         behind = [array for values in results for array in values.values()]
@@ -154,7 +154,6 @@ class _Pipeline:
     ):
         self.x = Segments()
         self._in_graph = in_graph
-        self._behind: Sequence[Array] = ()  # the results of the phase before
         pools = zip(cache.k_pages, cache.v_pages, strict=True)
         self.layers = [_Layer({"x": self.x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
         self._config, self._decoder, self._plan = config, decoder, plan
@@ -182,7 +181,6 @@ class _Pipeline:
                 if name in layer.values and layer.values[name].covers(tokens.start, tokens.stop):
                     key = (placed.layer, name, tokens.start, tokens.stop)
                     reads[key] = layer.values[name].read(tokens.start, tokens.stop)
-        self._behind = behind
         held, _ = lax.optimization_barrier((reads, list(behind)))
         for (layer, name, start, stop), array in held.items():
             self.layers[layer].values[name].write(start, stop, array)
@@ -219,6 +217,7 @@ class _Pipeline:
     def run(
         self,
         phase: Phase,
+        behind: Sequence[Array],
         annotate: Annotate,
         parts: Mapping[int, Sequence[fused.Part]],
         regions: Sequence[Sequence[int]],
@@ -250,7 +249,7 @@ class _Pipeline:
                     outputs[index] = fused.run_gemm(self._applied(placed, state), kernels, beside, attention.nano.num_sms)
             else:
                 members = [phase[i] for i in (*inner, index)]
-                step = self._step_of(members[0], [*self._behind, *chains.get(placed.nano.resource, ())])
+                step = self._step_of(members[0], [*behind, *chains.get(placed.nano.resource, ())])
                 apply = functools.partial(self._apply_all, members, step)
                 outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(members, state))
                 chains[placed.nano.resource] = list(outputs[index].values())

@@ -181,7 +181,7 @@ class ModelRunner:
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._mode: ExecutionMode = options.mode
         self._kernels: KernelChoice | Literal["auto"] = options.kernels
-        self._check_plans()
+        self._check_plans_and_kernels()
         self.page_format: PageFormat | None = None
         if options.kv_offload != "off":
             self.page_format = page_format(config, layout, options.page_size, dtype, on_gpu=self._on_gpu)
@@ -313,7 +313,7 @@ class ModelRunner:
         """XLA's memory analysis of a compiled forward: arguments, aliased outputs, temporaries."""
         return self._forwards[shape, plan, offload].memory_analysis()
 
-    def _check_plans(self) -> None:
+    def _check_plans_and_kernels(self) -> None:
         for plan in self.plans:
             wanted = (plan.model, plan.tp, plan.partition == "all_gather")
             have = (self.config.name, self._layout.tp_size, self._layout.gathered_o_proj)

@@ -19,20 +19,17 @@ from nanoflow_jax.plan import PipelinePlan
 from nanoflow_jax.sampling import SamplingMode, sample
 
 ExecutionMode = Literal["sequential", "nano", "xla", "streams", "fused"]
-# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives, and streams in
-# the place of CUDA graphs, whose kernels it puts in a row.
-PLAN_OPTIONS = {
+# What keeps XLA on GPUs from undoing a plan: no merged GEMMs, no combined, synchronous or serial collectives.
+_ANY_PLAN = {
     "xla_gpu_dot_merger_threshold_mb": "0",
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
-    "xla_gpu_enable_command_buffer": "",
     "xla_gpu_experimental_use_collective_kernels": "",
 }
+# Streams and no CUDA graphs: by default XLA puts a graph's kernels in a row.
+PLAN_OPTIONS = {**_ANY_PLAN, "xla_gpu_enable_command_buffer": ""}
 # Graphs whose kernels wait for data alone. Between kernels on streams there are microseconds, at a join tens of them.
-_GRAPH_OPTIONS = {
-    **{name: value for name, value in PLAN_OPTIONS.items() if name != "xla_gpu_enable_command_buffer"},
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
+_GRAPH_OPTIONS = {**_ANY_PLAN, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 def step_function(

@@ -104,9 +104,9 @@ def test_a_gemm_pays_for_the_sum_over_the_ranks() -> None:
     for gemm, reduce in (("o_proj", "o_all_reduce"), ("down_proj", "ffn_all_reduce")):
         together, own, network = (inside.time_of(gemm, 2048), apart.time_of(gemm, 2048), apart.time_of(reduce, 2048))
         assert max(own, network) < together < own + network
-        assert inside.energy_of(gemm, 2048) == pytest.approx(
-            (apart.energy_of(gemm, 2048) or 0) + (apart.energy_of(reduce, 2048) or 0)
-        )
+        joules = [apart.energy_of(name, 2048) or 0.0 for name in (gemm, reduce)]
+        assert min(joules) > 0
+        assert inside.energy_of(gemm, 2048) == pytest.approx(sum(joules))
     assert inside.time_of("gate_up_proj", 2048) == apart.time_of("gate_up_proj", 2048)
 
 
