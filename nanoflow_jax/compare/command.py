@@ -63,30 +63,53 @@ def _prepare(args: argparse.Namespace, out: Path) -> tuple[Setup, dict[str, Any]
     """What to compare, and the optimal throughput as data."""
     device = jax.devices()[0]
     if args.plan:
-        plan = decode_plan(args.plan.read_bytes())
-        _check_fits(plan, args)
+        plans = _read_plans(args)
     else:
         hardware = args.hardware or device_name(device)
         progress(f"searching a plan for {args.model} on {args.tp} x {hardware}")
-        plan = decode_plan(
-            find_plan(
-                args.model, hardware, args.tp, args.b_dense, args.workload, profile=args.profile, shares=args.shares,
-                out=out / "plan.json",
-            )
+        found = find_plan(
+            args.model, hardware, args.tp, args.b_dense, args.workload, profile=args.profile, shares=args.shares,
+            out=out / "plan.json",
         )  # fmt: skip
+        plans = {"": decode_plan(found)}
+    model = next(iter(plans.values())).model
     setup = Setup(
-        config=preset(plan.model), plan=plan, workload=args.workload, depths=(args.fewer_layers, args.layers),
+        config=preset(model), plans=plans, workload=args.workload, depths=(args.fewer_layers, args.layers),
         page_size=args.page_size, dtype=jnp.dtype(args.dtype),
     )  # fmt: skip
     return setup, _optimal(setup, device_name(device))
 
 
-def _check_fits(plan: PipelinePlan, args: argparse.Namespace) -> None:
+def _read_plans(args: argparse.Namespace) -> dict[str, PipelinePlan]:
+    """The plans by their files' names, which one alone does not need.
+
+    Raises:
+      PlanError: a file is no plan, or one for something else than was asked for or than the first is for.
+      ValueError: two files have one name.
+    """
+    plans: dict[str, PipelinePlan] = {}
+    for path in args.plan:
+        plan = decode_plan(path.read_bytes())
+        _check_fits(plan, path, args)
+        name = path.stem if len(args.plan) > 1 else ""
+        if name in plans:
+            raise ValueError(f"two plans are named {name}: {', '.join(map(str, args.plan))}")
+        plans[name] = plan
+        first = next(iter(plans.values()))
+        for what in ("model", "device", "tp", "b_dense", "num_sms"):
+            if getattr(plan, what) != getattr(first, what):
+                raise PlanError(f"{path} has {what}={getattr(plan, what)}, {args.plan[0]} has {getattr(first, what)}")
+        if (plan.partition == "all_gather") != (first.partition == "all_gather"):
+            raise PlanError(f"{path} divides o_proj for {plan.partition}, {args.plan[0]} for {first.partition}")
+    return plans
+
+
+def _check_fits(plan: PipelinePlan, path: Path, args: argparse.Namespace) -> None:
     wanted = {"model": args.model, "tp": args.tp, "b_dense": args.b_dense, "decode_tokens": None}
     wanted["decode_tokens"] = steady_mix(args.workload, plan.b_dense).decode_tokens
     for field, value in wanted.items():
         if value is not None and getattr(plan, field) != value:
-            raise PlanError(f"{args.plan} has {field}={getattr(plan, field)}, asked for {value} (workload {args.workload})")
+            raise PlanError(f"{path} has {field}={getattr(plan, field)}, asked for {value} (workload {args.workload})")
 
 
 def _optimal(setup: Setup, at_hand: str) -> dict[str, Any]:
@@ -110,12 +133,13 @@ def _run(
     bench: Bench, optimal: dict[str, Any], args: argparse.Namespace, out: Path, begun: float, deadline: float
 ) -> dict[str, Any]:
     setup, plan = bench.setup, bench.setup.plan
-    rows = variants(bench.on_gpu, args.kernels or bench.default_kernels, args.modes, plan)
+    rows = variants(bench.on_gpu, args.kernels or bench.default_kernels, args.modes, setup.plans)
+    width = max(len(variant.label) for variant in rows)
     record: dict[str, Any] = {
         "model": plan.model, "device": bench.devices[0].device_kind, "tp": plan.tp, "b_dense": plan.b_dense,
         "decode_tokens": plan.decode_tokens, "workload": str(setup.workload), "context": int(setup.workload.decode_context),
-        "layers": list(setup.depths), "model_layers": setup.config.num_layers, "predicted_period_us": plan.period_us,
-        "predicted_sequential_us": plan.prediction.sequential_us, "optimal": optimal, "jax": jax.__version__, "modes": {},
+        "layers": list(setup.depths), "model_layers": setup.config.num_layers, "optimal": optimal, "jax": jax.__version__,
+        "modes": {},
     }  # fmt: skip
     progress(f"compiling {len(rows)} modes at {setup.depths[0]} and {setup.depths[1]} layers in {args.compile_threads} threads")
     futures, pool = compile_all(bench, rows, args.compile_threads)
@@ -125,7 +149,7 @@ def _run(
         record["ready_s"] = time.monotonic() - begun
         if time.monotonic() < deadline:
             bench.fill()
-        print(f"{report.title(record)}\n{report.HEADER}", flush=True)
+        print(f"{report.title(record)}\n{report.header(width)}", flush=True)
         expected: tuple[str, np.ndarray] | None = None
         for variant in rows:
             row, logits = _measure_row(bench, variant, futures, optimal, args, out, deadline)
@@ -133,7 +157,7 @@ def _run(
                 expected = (variant.label, logits) if expected is None else expected
                 row["logits"] |= {"compared_with": expected[0], "difference": report.difference(logits, expected[1])}
             record["modes"][variant.label] = row
-            print("\n".join(report.lines(variant.label, row, record["modes"])), flush=True)
+            print("\n".join(report.lines(variant.label, row, record["modes"], width)), flush=True)
             (out / "report.json").write_text(json.dumps(record, indent=1))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -183,6 +207,7 @@ def _measured(
     logits = bench.last_logits()
     timings = {depth: bench.time(compiled[depth].run, depth, args.seconds) for depth in sorted(compiled)}
     row = report.figures(bench.setup, timings, optimal["tokens_per_s_per_gpu"])
+    row["predicted_period_us"] = bench.setup.predicted_us(variant)
     row["logits"] = {"repeats": logits.tobytes() == bench.last_logits().tobytes()}
     with contextlib.ExitStack() as stack:
         if args.keep_xplane:
@@ -215,26 +240,27 @@ def _overlap(
     events = {depth: read_events(folder / str(depth)) for depth in compiled}
     busy = {depth: overlap.measure(of_depth, TRACED_STEPS) for depth, of_depth in events.items()}
     layer = busy[deep].per_layer(busy[shallow], deep - shallow)
-    plan = bench.setup.plan
-    phases = None if variant.mode in ("sequential", "nano", "xla") else group(plan, deep)
+    plan = bench.setup.of(variant)
+    phases = group(plan, deep) if plan and variant.mode in ("streams", "fused") else None
     text = compiled[deep].run.as_text()
     if args.out:
         _draw(bench, variant, events[deep], text, row, out)
     schedule = read_schedule(text)
-    return overlap.record(layer, events[deep], phases=phases, schedule=schedule, num_sms=plan.num_sms)
+    return overlap.record(layer, events[deep], phases=phases, schedule=schedule, num_sms=bench.setup.plan.num_sms)
 
 
 def _draw(bench: Bench, variant: Variant, events: Sequence[Event], text: str, row: report.Row, out: Path) -> None:
     setup, deep = bench.setup, max(bench.setup.depths)
+    plan = setup.of(variant)
     expected: names.Expected = {}
     match variant.mode:
-        case "sequential":
+        case _ if plan is None:
             reduce_in_gemm = kernels_for(variant.kernels)(setup.plan.num_sms).reduces_in_gemm
             expected = names.sequential_kernels(setup.at(deep), bench.layout, reduce_in_gemm=reduce_in_gemm)
         case "fused":
-            expected = names.fused_kernels(setup.plan, deep)
+            expected = names.fused_kernels(plan, deep)
         case "nano" | "streams":
-            expected = names.planned_kernels(setup.plan, deep)
+            expected = names.planned_kernels(plan, deep)
         # What XLA is free to order has no order to match.
     scoped = names.scopes(text)
     devices = by_device(events)
@@ -257,7 +283,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workload", type=_workload, default="1024:512", help="PROMPT:OUTPUT in tokens or a trace (default %(default)s)"
     )
-    parser.add_argument("--plan", type=Path, help="a plan of python -m search plan; without, the search finds one")
+    parser.add_argument(
+        "--plan", type=Path, nargs="+", help="plans of python -m search, all of one batch; without, it finds one"
+    )
     parser.add_argument("--hardware", help="what the search plans for (default: the device at hand)")
     parser.add_argument(
         "--profile", default="analytic", help="of the search: 'analytic' or a profile file (default %(default)s)"

@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,46 +43,74 @@ _LOGIT_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A row of the table: a mode and the kernels that it runs with."""
+    """A row of the table: a mode, the kernels that it runs with, and the name of its plan, None for sequential execution."""
 
     mode: ExecutionMode
     kernels: KernelChoice
+    plan: str | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.mode} ({self.kernels})"
+        return f"{self.mode} {self.plan} ({self.kernels})" if self.plan else f"{self.mode} ({self.kernels})"
 
     @property
     def file_name(self) -> str:
-        return f"{self.mode}-{self.kernels}"
+        return f"{self.mode}-{self.plan}-{self.kernels}" if self.plan else f"{self.mode}-{self.kernels}"
 
 
-def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str], plan: PipelinePlan) -> list[Variant]:
-    """The rows of `modes`: on GPUs what needs no SM budgets is shown with all kernels that can do it."""
-    if not on_gpu:
-        return [Variant(mode, kernels) for mode in get_args(ExecutionMode) if mode in modes]
-    either: tuple[KernelChoice, ...] = ("cublas", "mosaic")
-    peers: tuple[KernelChoice, ...] = ("mosaic_peers",)
-    of_mode: dict[str, tuple[KernelChoice, ...]] = {
-        "sequential": either + peers if plan.tp > 1 else either,
-        "xla": peers if plan.partition == "gemm_all_reduce" else either,
-    }
-    budgeted = peers if plan.partition == "gemm_all_reduce" else ("mosaic",)
-    return [
-        Variant(mode, choice) for mode in get_args(ExecutionMode) if mode in modes for choice in of_mode.get(mode, budgeted)
-    ]
+def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str], plans: Mapping[str, PipelinePlan]) -> list[Variant]:
+    """The rows: sequential execution, then each other mode by each plan.
+
+    On GPUs what needs no SM budgets is shown with all kernels that can do it.
+    """
+    several_ranks = any(plan.tp > 1 for plan in plans.values())
+    rows = []
+    for mode in get_args(ExecutionMode):
+        if mode not in modes:
+            continue
+        if mode == "sequential":
+            rows += [Variant(mode, choice) for choice in (_sequential_kernels(several_ranks) if on_gpu else (kernels,))]
+            continue
+        for name, plan in plans.items():
+            rows += [Variant(mode, choice, name) for choice in (_planned_kernels(mode, plan) if on_gpu else (kernels,))]
+    return rows
+
+
+def _sequential_kernels(several_ranks: bool) -> tuple[KernelChoice, ...]:
+    return ("cublas", "mosaic", "mosaic_peers") if several_ranks else ("cublas", "mosaic")
+
+
+def _planned_kernels(mode: ExecutionMode, plan: PipelinePlan) -> tuple[KernelChoice, ...]:
+    if plan.partition == "gemm_all_reduce":
+        return ("mosaic_peers",)
+    return ("cublas", "mosaic") if mode == "xla" else ("mosaic",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all modes share."""
+    """What all modes share. `plans` are of one batch, by the names that rows show ("": the only one has none)."""
 
     config: ModelConfig
-    plan: PipelinePlan
+    plans: Mapping[str, PipelinePlan]
     workload: Workload
     depths: tuple[int, int]
     page_size: int
     dtype: jnp.dtype
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The first plan, for what is the same in all: model, device, ranks and batch."""
+        return next(iter(self.plans.values()))
+
+    def of(self, variant: Variant) -> PipelinePlan | None:
+        return None if variant.plan is None else self.plans[variant.plan]
+
+    def predicted_us(self, variant: Variant) -> float | None:
+        """Microseconds per layer that the row's plan promises; None for a mode that it says nothing of."""
+        plan = self.of(variant)
+        if plan is None:
+            return self.plan.prediction.sequential_us
+        return {"nano": plan.prediction.nano_us, "streams": plan.period_us, "fused": plan.period_us}.get(variant.mode)
 
     def at(self, num_layers: int) -> ModelConfig:
         return dataclasses.replace(self.config, num_layers=num_layers)
@@ -129,7 +157,7 @@ class Bench:
         plan, config, shape = self.setup.plan, self.setup.at(num_layers), self.batch.shape
         graph, weights = nnx.split(abstract_decoder(config, self.layout, self.mesh, self.setup.dtype))
         step = step_function(
-            config, self.layout, self.mesh, graph, shape, plan=None if variant.mode == "sequential" else plan,
+            config, self.layout, self.mesh, graph, shape, plan=self.setup.of(variant),
             mode=variant.mode, kernels=variant.kernels, num_sms=plan.num_sms, on_gpu=self.on_gpu,
         )  # fmt: skip
         cache = KVCache([self._page_struct()] * num_layers, [self._page_struct()] * num_layers)

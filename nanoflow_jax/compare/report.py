@@ -43,25 +43,26 @@ def figures(setup: Setup, timings: Mapping[int, Timing], optimal: float | None) 
     return row
 
 
-HEADER = (
-    f"{'mode':22}{'us/layer':>10}{'speed-up':>9}{'sustained':>11}{'speed-up':>9}"
-    f"{'step ms':>9}{'tok/s/GPU':>11}{'optimal':>9}{'W':>6}"
-)
+def header(width: int) -> str:
+    """Above `lines`, for labels of at most `width` characters."""
+    return (
+        f"{'mode':{width}}{'us/layer':>11}{'speed-up':>9}{'sustained':>11}{'speed-up':>9}{'predicted':>11}"
+        f"{'step ms':>9}{'tok/s/GPU':>11}{'optimal':>9}{'W':>6}"
+    )
 
 
 def title(report: Row) -> str:
     """What was compared, in a line."""
     return (
         f"{report['model']} on {report['tp']} x {report['device']}: {report['b_dense']} tokens, {report['decode_tokens']} "
-        f"decoding at {report['context']} tokens; predicted {report['predicted_sequential_us']:.0f} us per layer sequential, "
-        f"{report['predicted_period_us']:.0f} us by the plan; step, throughput and power are sustained"
+        f"decoding at {report['context']} tokens; step, throughput and power are sustained"
     )
 
 
-def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
+def lines(label: str, row: Row, rows: Mapping[str, Row], width: int) -> list[str]:
     """A mode's line of the table and, below it, its overlap. Speed-ups are over the best sequential mode in `rows`."""
     if "error" in row:
-        return [f"{label:22}  {row['error']}"]
+        return [f"{label:{width}}  {row['error']}"]
 
     def cells(kind: str) -> str:
         sequential = [r[kind]["period_us"] for name, r in rows.items() if name.startswith("sequential") and kind in r]
@@ -71,7 +72,8 @@ def lines(label: str, row: Row, rows: Mapping[str, Row]) -> list[str]:
 
     whole = row["sustained"]
     text = (
-        f"{label:21}{cells('burst')}{cells('sustained')}{_or_dash(whole['step_ms'], '.2f'):>9}"
+        f"{label:{width}}{cells('burst')}{cells('sustained')}{_or_dash(row['predicted_period_us'], '.1f'):>11}"
+        f"{_or_dash(whole['step_ms'], '.2f'):>9}"
         f"{_or_dash(whole['tokens_per_s_per_gpu'], '.0f'):>11}{_or_dash(whole['percent_of_optimal'], '.1f', ' %'):>9}"
         f"{_or_dash(row['watts'], '.0f'):>6}"
     )

@@ -27,10 +27,14 @@ from tests.model.test_golden import small_config
 SMALL = ("--layers", "2", "--fewer-layers", "1", "--page-size", "4", "--dtype", "float32", "--seconds", "0.01")
 
 
-def small_plan(tp: int = 1) -> PipelinePlan:
-    partition = "none" if tp == 1 else "all_reduce"
-    rng = np.random.default_rng(3)
-    return random_plan(rng, tp=tp, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=8, model="small")
+def small_plan(
+    *, tp: int = 1, partition: Partition | None = None, b_dense: int = 16, decode_tokens: int = 8, seed: int = 3
+) -> PipelinePlan:
+    partition = partition or ("none" if tp == 1 else "all_reduce")
+    return random_plan(
+        np.random.default_rng(seed), tp=tp, moe=False, partition=partition, b_dense=b_dense, decode_tokens=decode_tokens,
+        tile=8, model="small",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -97,6 +101,38 @@ def test_traces_become_figures_and_pictures(plan_file, light_steps, monkeypatch,
         records = json.loads(gzip.decompress((out / f"{mode}-reference.trace.json.gz").read_bytes()))["traceEvents"]
         assert any(record["name"] == "decode_attention 1" for record in records)
     assert "of the shorter" in captured and "no overlap; none of the" in captured
+
+
+def test_plans_of_one_batch_are_rows_beside_each_other(plan_file, tmp_path, capsys) -> None:
+    other = tmp_path / "other.json"
+    other.write_bytes(encode(small_plan(seed=5)))
+    line = ["--plan", str(plan_file), str(other), "--workload", "8:8", "--modes", "sequential,nano", "--out", str(tmp_path)]
+    assert command.main([*line, *SMALL]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(out.splitlines()[-1])["modes"]
+    assert list(rows) == ["sequential (reference)", "nano plan (reference)", "nano other (reference)"]
+    for label, plan in (("nano plan (reference)", small_plan()), ("nano other (reference)", small_plan(seed=5))):
+        assert rows[label]["predicted_period_us"] == plan.prediction.nano_us
+        assert rows[label]["logits"]["difference"] < 1e-5
+    assert rows["sequential (reference)"]["predicted_period_us"] == small_plan().prediction.sequential_us
+    shown = [line for line in out.splitlines() if line.startswith(("mode", "sequential", "nano"))]
+    assert len(shown) == 4 and len({len(line) for line in shown}) == 1
+
+
+def test_plans_of_different_batches_are_no_rows_of_one_table(plan_file, tmp_path, capsys) -> None:
+    other = tmp_path / "other.json"
+    for changes, message in (
+        ({"b_dense": 32, "decode_tokens": 16}, "other.json has b_dense=32, "),
+        ({"tp": 2, "partition": "all_reduce"}, "other.json has tp=2, "),
+    ):
+        other.write_bytes(encode(small_plan(**changes)))
+        assert command.main(["--plan", str(plan_file), str(other), "--workload", "8:8", *SMALL]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "same").mkdir()
+    same = tmp_path / "same" / plan_file.name
+    same.write_bytes(plan_file.read_bytes())
+    assert command.main(["--plan", str(plan_file), str(same), "--workload", "8:8", *SMALL]) == 2
+    assert "two plans are named plan" in capsys.readouterr().err
 
 
 def test_ranks_share_a_step(plan_file, light_steps, capsys) -> None:
@@ -203,7 +239,7 @@ def test_a_run_without_watts_keeps_its_time_and_says_why(capsys: pytest.CaptureF
 
 def test_figures_are_those_of_the_whole_model() -> None:
     config = small_config(num_layers=10)
-    setup = measure.Setup(config, small_plan(tp=2), parse_workload("8:8"), (2, 6), 4, np.dtype("float32"))
+    setup = measure.Setup(config, {"": small_plan(tp=2)}, parse_workload("8:8"), (2, 6), 4, np.dtype("float32"))
     timings = {
         2: measure.Timing(burst_s=3e-3, sustained_s=4e-3, watts=[1.0, 2.0]),
         6: measure.Timing(burst_s=7e-3, sustained_s=12e-3, watts=[600.0, 700.0]),
@@ -225,13 +261,14 @@ def test_logits_that_are_not_numbers_have_no_difference() -> None:
 
 
 def test_noise_is_no_period() -> None:
-    setup = measure.Setup(small_config(), small_plan(), parse_workload("8:8"), (1, 2), 4, np.dtype("float32"))
+    setup = measure.Setup(small_config(), {"": small_plan()}, parse_workload("8:8"), (1, 2), 4, np.dtype("float32"))
     row = report.figures(setup, dict.fromkeys((1, 2), measure.Timing(burst_s=1e-3, sustained_s=2e-3, watts=[])), None)
     assert row["burst"]["period_us"] is None
     assert row["sustained"]["deep_step_ms"] == 2
-    rest = {"overlap": {"unavailable": "y"}, "logits": {"repeats": True, "compared_with": "nano (x)", "difference": 0.0}}
-    text = report.lines("nano (x)", row | rest, {"sequential (x)": row})[0]
-    assert text.split() == ["nano", "(x)", *"-------", "-"]
+    logits = {"repeats": True, "compared_with": "nano (x)", "difference": 0.0}
+    rest = {"overlap": {"unavailable": "y"}, "logits": logits, "predicted_period_us": 5.0}
+    text = report.lines("nano (x)", row | rest, {"sequential (x)": row}, 10)[0]
+    assert text.split() == ["nano", "(x)", *"----", "5.0", *"----"]
 
 
 def test_rows_of_the_table_show_overlap_and_reasons() -> None:
@@ -248,23 +285,23 @@ def test_rows_of_the_table_show_overlap_and_reasons() -> None:
         "network_hidden_percent": None,
     }
     logits = {"repeats": True, "compared_with": "sequential (cublas)", "difference": 0.00456}
-    streams = {**kinds, "watts": 650.0, "overlap": overlap, "logits": logits}
+    streams = {**kinds, "watts": 650.0, "overlap": overlap, "logits": logits, "predicted_period_us": 61.5}
     sequential = {kind: {**kinds[kind], "period_us": 75.0} for kind in kinds}
-    lines = report.lines("streams (mosaic)", streams, {"sequential (cublas)": sequential, "nano (mosaic)": {"error": "x"}})
-    assert "1.500" in lines[0] and "1.250" in lines[0] and "51.0 %" in lines[0] and "650" in lines[0]
+    lines = report.lines("streams (mosaic)", streams, {"sequential (cublas)": sequential, "nano (mosaic)": {"error": "x"}}, 18)
+    assert "61.5" in lines[0] and "1.500" in lines[0] and "1.250" in lines[0] and "51.0 %" in lines[0] and "650" in lines[0]
     assert lines[1].strip() == "compute+memory: 12.0 us per layer together, 60.0 % of the shorter"
     assert lines[2].strip() == "compute+network, memory+network: no overlap; none of the 7 kernels traced is of network"
     assert lines[3].strip() == "logits: 0.46 % from those of sequential (cublas), the same bits after every step looked at"
     streams["logits"] = {**logits, "repeats": False, "difference": None}
-    line = report.lines("streams (mosaic)", streams, {})[3]
+    line = report.lines("streams (mosaic)", streams, {}, 18)[3]
     assert line.strip() == "logits: NOT FINITE from those of sequential (cublas), NOT THE SAME bits after every step looked at"
-    assert report.lines("nano (mosaic)", {"error": "x"}, {}) == [f"{'nano (mosaic)':22}  x"]
+    assert report.lines("nano (mosaic)", {"error": "x"}, {}, 15) == ["nano (mosaic)    x"]
 
 
 @pytest.mark.parametrize("modes", [("sequential", "streams"), ("xla",)])
 def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...]) -> None:
     plan = random_plan(np.random.default_rng(0), tp=1, moe=False, partition="none", b_dense=16, decode_tokens=8, tile=4)
-    rows = [variant.label for variant in measure.variants(True, "cublas", modes, plan)]
+    rows = [variant.label for variant in measure.variants(True, "cublas", modes, {"": plan})]
     if "xla" in modes:
         assert rows == ["xla (cublas)", "xla (mosaic)"]
     else:
@@ -274,7 +311,7 @@ def test_gpus_show_either_gemm_where_no_budgets_are_kept(modes: tuple[str, ...])
 @pytest.mark.parametrize(("partition", "kernels"), [("all_reduce", "mosaic"), ("gemm_all_reduce", "mosaic_peers")])
 def test_ranks_show_gemms_that_sum_over_them_too(partition: Partition, kernels: str) -> None:
     plan = random_plan(np.random.default_rng(0), tp=2, moe=False, partition=partition, b_dense=16, decode_tokens=8, tile=4)
-    rows = [variant.label for variant in measure.variants(True, "cublas", get_args(ExecutionMode), plan)]
+    rows = [variant.label for variant in measure.variants(True, "cublas", get_args(ExecutionMode), {"": plan})]
     xla = ["xla (cublas)", "xla (mosaic)"] if partition == "all_reduce" else ["xla (mosaic_peers)"]
     budgeted = [f"{mode} ({kernels})" for mode in ("streams", "fused")]
     sequential = [f"sequential ({each})" for each in ("cublas", "mosaic", "mosaic_peers")]
