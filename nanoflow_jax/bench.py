@@ -47,7 +47,8 @@ from nanoflow_jax.runtime.llm import LLM
 from nanoflow_jax.runtime.plan_choice import default_mode, largest_b_dense, resolve_mode
 from nanoflow_jax.runtime.request import Request, SamplingParams
 from nanoflow_jax.runtime.sizing import DoesNotFitError, complete_sizes, pool_tokens, serving_sizes, sizes_from, steady_sizes
-from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, summarise
+from nanoflow_jax.runtime.step_records import HOST_PARTS, StepRecord, shares, summarise
+from nanoflow_jax.runtime.step_tables import print_shares, print_table
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         report["peer"] = peer
         print_table(report)
+        print_shares(report["shares"])
         print(
             f"{report['planned_steps']} steps by a plan; ready to serve after {ready_s:.0f} s, "
             f"{report['num_compilations']} programs compiled"
@@ -151,6 +153,7 @@ def bench_uniform(llm: LLM, args: argparse.Namespace) -> dict:
     report = summarise(records, llm.engine.stats())
     return report | {
         "gpu_idle": trace.idle if trace else None,
+        "shares": shares(records, llm.engine.runner.max_sequences),
         "requests": args.requests,
         "input_tokens": args.input,
         "output_tokens": args.output,
@@ -227,7 +230,7 @@ def run(engine: Engine, requests: list[Request], trace: StepTrace | None = None)
     for request in requests:
         engine.add(request)
     records = []
-    launched = (0, 0)
+    launched = (0, 0, False)
     finished = False
     before = engine.stats()
     with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar, trace or contextlib.nullcontext():
@@ -239,23 +242,21 @@ def run(engine: Engine, requests: list[Request], trace: StepTrace | None = None)
             total_s = time.perf_counter() - start
             after = engine.stats()
             # In asynchronous mode a call reads the step that the call before launched.
-            previous, launched = launched, _tokens(before, after)
-            prompt_tokens, decode_tokens = launched if engine.sync else previous
+            previous, launched = launched, _launched(before, after)
+            computed = launched if engine.sync else previous
             output_tokens = after.output_tokens - before.output_tokens
             parts = {part: getattr(after, part) - getattr(before, part) for part in HOST_PARTS}
-            records.append(
-                StepRecord(prompt_tokens, decode_tokens, output_tokens, after.waiting, len(events), total_s, **parts)
-            )
+            records.append(StepRecord(*computed, output_tokens, after.waiting, len(events), total_s, **parts))
             before = after
             finished = finished or bool(events)
             bar.update(len(events))
     return records
 
 
-def _tokens(before: EngineStats, after: EngineStats) -> tuple[int, int]:
-    """Prompt and decode tokens that the step launched in between computes."""
+def _launched(before: EngineStats, after: EngineStats) -> tuple[int, int, bool]:
+    """Prompt and decode tokens that the step launched in between computes, and whether it does so by a plan."""
     prompt = after.prefill_tokens - before.prefill_tokens
-    return prompt, after.batch_tokens - before.batch_tokens - prompt
+    return prompt, after.batch_tokens - before.batch_tokens - prompt, after.planned_steps > before.planned_steps
 
 
 def environment(tp_size: int) -> dict:
@@ -287,34 +288,6 @@ def _commit() -> str | None:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def print_table(report: dict) -> None:
-    columns = ("steps", "step_ms", "form_ms", "launch_ms", "consume_ms", "wait_ms", "total_tokens_per_s", "output_tokens_per_s")
-    print(f"{report['model']} on {report['device']} x {report['tp_size']}, {report['mode']}, {report['stepping']}: "
-          f"{report['requests']} requests, {report['input_tokens']} tokens in, {report['output_tokens']} out")  # fmt: skip
-    print(" " * 10 + "".join(f"{name.replace('_tokens_per_s', ' tok/s').replace('_ms', ' ms'):>14}" for name in columns))
-    rows = {"whole": report["whole"], "steady": report["steady"], **report["by_kind"]}
-    for name, row in rows.items():
-        cells = "".join(f"{row[c]:>14.0f}" if c == "steps" else f"{row[c]:>14.2f}" for c in columns) if row else f"{'none':>14}"
-        print(f"{name:<10}{cells}")
-    print(
-        f"scheduling {report['whole']['scheduling_share']:.2%} of step time, batch fill {report['batch_fill']:.1%}, "
-        f"{report['preemptions']} preemptions"
-    )
-    if idle := report["gpu_idle"]:
-        print(idle.get("why_none") or _idle_line(idle))
-    if peer := report["peer"]:
-        ours = report["whole"]["output_tokens_per_s"]
-        theirs = peer["output_tokens_per_s"]
-        print(f"{peer['peer']}: {theirs:.2f} output tokens/s; this engine: {ours:.2f}, {ours / theirs:.2f} times as many")
-
-
-def _idle_line(idle: dict) -> str:
-    return (
-        f"GPU idle between steps {idle['between_steps']:.2%} of {idle['seconds']:.2f} s traced from the first finished request "
-        f"on; with gaps between kernels {idle['idle']:.2%}"
-    )
 
 
 def _progress_bar() -> Callable[[str, int, int], None]:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape
-from nanoflow_jax.bench import make_requests, print_table, run, sizes_for
+from nanoflow_jax.bench import make_requests, run, sizes_for
 from nanoflow_jax.compare.searched import SearchError
 from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.executor.runner import RunnerConfig, step_shapes
@@ -42,11 +42,11 @@ from nanoflow_jax.runtime.bench import NullRunner
 from nanoflow_jax.runtime.engine import Engine, EngineStats
 from nanoflow_jax.runtime.request import Request
 from nanoflow_jax.runtime.sizing import sizes_from
-from nanoflow_jax.runtime.step_records import StepRecord, summarise
+from nanoflow_jax.runtime.step_records import StepRecord, shares, summarise
+from nanoflow_jax.runtime.step_tables import print_shares, print_table
 from nanoflow_jax.workload import StepMix
 
 _ITEMSIZE = 2
-_QUARTERS = 4
 
 
 class LaunchedStep(StepMix, frozen=True, array_like=True):
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_table(report)
-    print_shares(report)
+    print_shares(report["shares"])
+    print_prediction(report)
     print(json.dumps(report))
     return 0
 
@@ -138,7 +139,7 @@ def predict(args: argparse.Namespace) -> dict:
         "computed_tokens": sum(step.tokens for step in steps),
         "padding_tokens": sum(step.padded_tokens - step.tokens for step in steps),
         "most_pages": max(step.pages for step in steps),
-        "shares": shares(steps, seconds, prices, options.max_sequences),
+        "shares": _shares_and_least(records, seconds, prices, options.max_sequences),
         "power": _power(args, sum(seconds), seconds, prices),
         "gpu_idle": None,
         "peer": None,
@@ -201,11 +202,7 @@ def simulate(
     engine = Engine(runner, prefix_cache=False)
     records = run(engine, load(engine))
     # `run` executes a short request first, which is in no record.
-    return records, steps[-sum(map(_read_a_step, records)) :], engine.stats()
-
-
-def _read_a_step(record: StepRecord) -> bool:
-    return record.prompt_tokens + record.decode_tokens > 0
+    return records, steps[-sum(record.read_a_step for record in records) :], engine.stats()
 
 
 def _launched(batch: Batch, plan: int | None, skips_padding: bool) -> LaunchedStep:
@@ -253,41 +250,22 @@ def step_us(num_layers: int, plans: PlanSet | None, steps: Sequence[LaunchedStep
 def with_times(records: Sequence[StepRecord], seconds: Sequence[float]) -> list[StepRecord]:
     """The records with the predicted time of the step that each of them read, all of it spent waiting for the device."""
     times = iter(seconds)
-    waited = [next(times) if _read_a_step(record) else 0.0 for record in records]
+    waited = [next(times) if record.read_a_step else 0.0 for record in records]
     return [
         dataclasses.replace(record, total_s=s, form_s=0.0, launch_s=0.0, consume_s=0.0, wait_s=s)
         for record, s in zip(records, waited, strict=True)
     ]
 
 
-def shares(
-    steps: Sequence[LaunchedStep], seconds: Sequence[float], prices: Prices, max_sequences: int
-) -> list[dict[str, str | int | float | None]]:
-    """Where the time goes: a row per kind of step and quarter of `max_sequences` that decode, those without steps left out."""
-    kinds: dict[str, Callable[[LaunchedStep], bool]] = {
-        "prompts only": lambda step: step.decode_tokens == 0,
-        "both": lambda step: step.decode_tokens > 0 and step.prefill_tokens > 0,
-        "outputs only": lambda step: step.prefill_tokens == 0,
-    }
-    rows: list[dict[str, str | int | float | None]] = []
-    for kind, is_kind in kinds.items():
-        of_kind = [i for i, step in enumerate(steps) if is_kind(step)]
-        quarters = {i: -(-_QUARTERS * steps[i].decode_tokens // max_sequences) for i in of_kind}
-        for quarter in sorted(set(quarters.values())):
-            members = [i for i in of_kind if quarters[i] == quarter]
-            low, high = (max_sequences * q // _QUARTERS for q in (quarter - 1, quarter))
-            rows.append(
-                {
-                    "kind": kind,
-                    "decoding": f"{low + 1}-{high}" if quarter else "0",
-                    "steps": len(members),
-                    "planned": sum(steps[i].plan is not None for i in members),
-                    "tokens": sum(steps[i].tokens for i in members),
-                    "seconds": sum(seconds[i] for i in members),
-                    "least_seconds": 1e-6 * sum(prices.least_us[i] for i in members) if prices.least_us else None,
-                }
-            )
-    return rows
+def _shares_and_least(
+    records: Sequence[StepRecord], seconds: Sequence[float], prices: Prices, max_sequences: int
+) -> list[dict]:
+    """`shares`, each with the `least_seconds` that the power cap allows where there is a power model."""
+    rows = shares(with_times(records, seconds), max_sequences)
+    if prices.least_us is None:
+        return rows
+    least = shares(with_times(records, [1e-6 * us for us in prices.least_us]), max_sequences)
+    return [row | {"least_seconds": of_power["seconds"]} for row, of_power in zip(rows, least, strict=True)]
 
 
 def _power(args: argparse.Namespace, total_s: float, seconds: Sequence[float], prices: Prices) -> dict | None:
@@ -309,16 +287,8 @@ def _check_plans(plans: PlanSet, model: ModelConfig, args: argparse.Namespace) -
         raise ValueError(f"plans for {theirs} do not fit {ours}")
 
 
-def print_shares(report: dict) -> None:
-    """Where the time goes, what power allows, and what padding and the pool came to."""
-    names = f"{'steps':<14}{'decoding':>12}{'steps':>8}{'by plan':>9}{'tokens':>11}{'seconds':>10}{'at the cap':>12}"
-    print(f"\npredicted  {names}")
-    for row in report["shares"]:
-        least = "" if row["least_seconds"] is None else f"{row['least_seconds']:.2f}"
-        print(
-            f"{'':<11}{row['kind']:<14}{row['decoding']:>12}{row['steps']:>8}{row['planned']:>9}{row['tokens']:>11,}"
-            f"{row['seconds']:>10.2f}{least:>12}"
-        )
+def print_prediction(report: dict) -> None:
+    """What is predicted, what power allows, and what padding and the pool came to."""
     whole, power = report["whole"], report["power"]
     rate = f"{whole['total_tokens_per_s']:,.0f} tokens/s in {whole['seconds']:.2f} s"
     print(f"predicted: {rate}, {report['planned_steps']} of {report['whole']['steps']} steps by plan")

@@ -1,11 +1,13 @@
 """What each step of a benchmark computed and took, and rates over many of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 from nanoflow_jax.runtime.engine import EngineStats
 
 HOST_PARTS = ("form_s", "launch_s", "consume_s", "wait_s")
+_QUARTERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +15,12 @@ class StepRecord:
     """One call of `Engine.step`: the step whose results it read, and where the call's time went.
 
     `prompt_tokens` and `decode_tokens` are what that step computed, `output_tokens` what came out: a prompt's last chunk gives
-    the first token of its output.
+    the first token of its output. `planned` says whether it was executed by a plan.
     """
 
     prompt_tokens: int
     decode_tokens: int
+    planned: bool
     output_tokens: int
     waiting: int
     finished: int
@@ -26,6 +29,11 @@ class StepRecord:
     launch_s: float
     consume_s: float
     wait_s: float
+
+    @property
+    def read_a_step(self) -> bool:
+        """Not the first call in asynchronous mode, which only launches."""
+        return self.prompt_tokens + self.decode_tokens > 0
 
 
 def summarise(records: list[StepRecord], stats: EngineStats) -> dict:
@@ -52,6 +60,33 @@ def steady_state(records: list[StepRecord]) -> list[StepRecord]:
     first = next((i for i, r in enumerate(records) if r.finished), len(records))
     last = max((i for i, r in enumerate(records) if r.waiting), default=-1)
     return records[first + 1 : last + 1]
+
+
+def shares(records: Sequence[StepRecord], max_sequences: int) -> list[dict]:
+    """Where the time goes: a row per kind of step and quarter of `max_sequences` that decode, those without steps left out."""
+    kinds: dict[str, Callable[[StepRecord], bool]] = {
+        "prompts only": lambda r: r.decode_tokens == 0,
+        "both": lambda r: r.decode_tokens > 0 and r.prompt_tokens > 0,
+        "outputs only": lambda r: r.prompt_tokens == 0,
+    }
+    rows = []
+    for (kind, is_kind), quarter in itertools.product(kinds.items(), range(_QUARTERS + 1)):
+        members = [
+            r for r in records if r.read_a_step and is_kind(r) and -(-_QUARTERS * r.decode_tokens // max_sequences) == quarter
+        ]
+        if members:
+            low, high = (max_sequences * q // _QUARTERS for q in (quarter - 1, quarter))
+            rows.append(
+                {
+                    "kind": kind,
+                    "decoding": f"{low + 1}-{high}" if quarter else "0",
+                    "steps": len(members),
+                    "planned": sum(r.planned for r in members),
+                    "tokens": sum(r.prompt_tokens + r.decode_tokens for r in members),
+                    "seconds": sum(r.total_s for r in members),
+                }
+            )
+    return rows
 
 
 def rates(records: Iterable[StepRecord]) -> dict | None:

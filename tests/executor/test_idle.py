@@ -1,14 +1,17 @@
 """Idle time of GPUs from a trace: gaps between kernels, long ones apart; and the profiler around a loop of steps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoflow_jax.compare.idle import idle_time
+from nanoflow_jax.compare.idle import Gaps, idle_time
 from nanoflow_jax.compare.step_trace import StepTrace
 from nanoflow_jax.compare.trace import Event
+from nanoflow_jax.runtime.step_tables import _idle_lines
 
 
 def _events(device: int, start: float, steps: list[tuple[float, float]], stream: str = "Stream #1") -> list[Event]:
@@ -42,6 +45,26 @@ def test_another_stream_fills_gaps_and_devices_are_averaged() -> None:
     assert both.idle == pytest.approx(0.25)
     with pytest.raises(ValueError, match="no events"):
         idle_time([])
+
+
+def test_long_gaps_are_told_by_what_they_lie_between() -> None:
+    def event(name: str, start: float, duration: float, device: int = 0) -> Event:
+        return Event(device, "Stream #1", name, 1e3 * start, 1e3 * duration)
+
+    own = [
+        event("layers", 0, 50),
+        event("sample", 90, 10),
+        event("layers", 105, 50),
+        event("sample", 175, 10),
+        event("copy", 300, 5),
+    ]
+    found = idle_time([*own, event("layers", 0, 50, device=1), event("sample", 80, 10, device=1)])
+    assert found.gaps == (
+        Gaps("sample", "copy", 1, pytest.approx(115e-6)),
+        Gaps("layers", "sample", 3, pytest.approx(90e-6)),
+    )
+    line = _idle_lines(dataclasses.asdict(found))[2]
+    assert line.strip() == "3 gaps of 30 us between layers and sample"
 
 
 def test_the_profiler_runs_for_the_steps_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
