@@ -44,15 +44,23 @@ def plan_set(model: str, mixes: list[tuple[int, int, float]], sequential_us: flo
     return PlanSet(model=model, device="none", tp=1, plans=tuple(plans), sequential=times, crossover_tokens=crossover)
 
 
+# Of the shipped plans.
+OUTPUTS_ONLY, FEWER_OUTPUTS, AS_MANY_OUTPUTS = range(3)
+
+
 def shipped_set() -> PlanSet:
-    """One plan for 1024 decoding and as many prompt tokens, by hand."""
+    """Plans by hand, for 1024 decoding tokens, for 640 and more prompt tokens, and for 1024 and as many prompt tokens."""
     plans = shipped_plans(preset("llama3-8b"), types.SimpleNamespace(device_kind="NVIDIA H200"), 1)
     assert plans is not None
     return plans
 
 
 def shipped() -> PipelinePlan:
-    return shipped_set().plans[0]
+    return shipped_set().plans[AS_MANY_OUTPUTS]
+
+
+def shipped_alone() -> PlanSet:
+    return msgspec.structs.replace(shipped_set(), plans=(shipped(),))
 
 
 def scaled(plan, period_us: float):
@@ -156,7 +164,7 @@ def test_what_has_nobody_beside_it_overlaps_nothing() -> None:
 
 def test_longer_contexts_are_longer_attention_for_plans_and_for_sequential_steps() -> None:
     """On few SMs attention has room up to what runs beside it; far beyond, the plan is worse than no overlap at all."""
-    plans, plan = shipped_set(), shipped()
+    plans, plan = shipped_alone(), shipped()
     assert plan.decode_context == 768
     assert period_of_batch_us(plan, 1024, 1024, 768) == plan.period_us
     periods = [period_of_batch_us(plan, 1024, 1024, context) for context in (100, 768, 1536, 3072)]
@@ -168,7 +176,7 @@ def test_longer_contexts_are_longer_attention_for_plans_and_for_sequential_steps
 
 def test_contexts_count_only_where_both_sides_know_their_cost() -> None:
     """A plan alone in a file says nothing of sequential steps in other contexts, so neither side may change with them."""
-    alone = msgspec.structs.replace(shipped_set(), sequential=(sequential_time_of(shipped()),))
+    alone = msgspec.structs.replace(shipped_alone(), sequential=(sequential_time_of(shipped()),))
     without = msgspec.structs.replace(shipped_set(), plans=(msgspec.structs.replace(shipped(), decode_context=None),))
     for plans in (alone, without):
         assert [choose_plan(plans, 1024, 1024, context)[0] for context in (None, 100, 768, 3072)] == [0] * 4
@@ -191,11 +199,19 @@ def test_no_plan_is_chosen_that_is_predicted_to_be_slower(decode_tokens: int, pr
 
 @pytest.mark.parametrize(("decode_tokens", "prefill_tokens"), [(1024, 1024), (980, 1068), (1024, 980), (980, 980), (950, 1024)])
 def test_a_batch_a_little_off_the_mix_takes_its_plan(decode_tokens: int, prefill_tokens: int) -> None:
-    assert choose_plan(shipped_set(), decode_tokens, prefill_tokens) == (0, min(prefill_tokens, 1024))
+    assert choose_plan(shipped_set(), decode_tokens, prefill_tokens) == (AS_MANY_OUTPUTS, min(prefill_tokens, 1024))
+
+
+@pytest.mark.parametrize(("decode_tokens", "prefill_tokens"), [(640, 1408), (600, 1408), (620, 1428)])
+def test_a_batch_with_fewer_outputs_takes_the_plan_with_room_for_its_prompts(decode_tokens: int, prefill_tokens: int) -> None:
+    found = choose_plan(shipped_set(), decode_tokens, prefill_tokens, 1280)
+    assert found == (FEWER_OUTPUTS, min(prefill_tokens, 1408))
 
 
 def test_a_batch_far_off_the_mix_does_not() -> None:
-    assert choose_plan(shipped_set(), 1024, 0) == (None, 0)
+    assert choose_plan(shipped_alone(), 1024, 0) == (None, 0)
+    assert choose_plan(shipped_set(), 1024, 0) == (OUTPUTS_ONLY, 0)
+    assert choose_plan(shipped_set(), 300, 0) == (None, 0)
     assert choose_plan(shipped_set(), 30, 1000) == (None, 1000)
 
 

@@ -333,22 +333,31 @@ def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFi
     root = Path(__file__).parents[2]
     name = "h200-llama3-8b-tp1.json"
     profile = str(root / "search/data/profiles" / name)
-    _run(
-        capsys, "hand", "--model", "llama3-8b", "--hardware", "h200", "--profile", profile, "--b-dense", "2048",
-        "--workload", "512:512", "--border", "1024", "--attention-sms", "32", "--out", str(tmp_path / "512.json"),
-    )  # fmt: skip
-    joined = str(tmp_path / name)
-    _run(capsys, "join", str(tmp_path / "512.json"), "--profile", profile, "--workload", "512:512", "--out", joined)
+    by_hand = {
+        "steady": "--b-dense 2048 --workload 512:512 --border 1024",
+        "prompts": "--b-dense 2048 --workload 1024:512 --decode-tokens 640 --border 1024",
+        "outputs": "--b-dense 1024 --workload 1:1535 --decode-tokens 1024 --border 512",
+    }
+    paths = {mix: str(tmp_path / f"{mix}.json") for mix in by_hand}
+    for mix, options in by_hand.items():
+        _run(
+            capsys, "hand", "--model", "llama3-8b", "--hardware", "h200", "--profile", profile, "--attention-sms", "32",
+            *options.split(), "--out", paths[mix],
+        )  # fmt: skip
+    workloads = ("--workload", "512:512", "1024:512")
+    _run(capsys, "join", *paths.values(), "--profile", profile, *workloads, "--out", str(tmp_path / name))
     made, shipped = (_leaves(json.loads((folder / name).read_bytes())) for folder in (tmp_path, root / "nanoflow_jax/plans"))
     assert made.keys() == shipped.keys()
     # Times are sums, and the last digit of a sum depends on the Python version (3.12 compensates) and on the processor.
     expected = {k: pytest.approx(v, rel=1e-9) if isinstance(v, float) else v for k, v in shipped.items()}
     wrong = {k: (made[k], shipped[k]) for k, v in expected.items() if made[k] != v}
     assert not wrong
-    replayed, _ = _run(
-        capsys, "simulate", str(root / "nanoflow_jax/plans" / name), "--profile", profile, "--workload", "512:512"
-    )
-    assert [r["replayed_us"] for r in replayed["plans"]] == pytest.approx([shipped["/plans/0/period_us"]])
+    # Of the one for outputs no workload says all contexts.
+    for mix, workload in (("steady", "512:512"), ("prompts", "1024:512")):
+        replayed, _ = _run(capsys, "simulate", paths[mix], "--profile", profile, "--workload", workload)
+        assert [r["replayed_us"] for r in replayed["plans"]] == pytest.approx(
+            [decode_plan(Path(paths[mix]).read_bytes()).period_us]
+        )
 
 
 def _leaves(value: object, path: str = "") -> dict[str, object]:
