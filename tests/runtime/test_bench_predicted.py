@@ -177,7 +177,7 @@ def test_times_of_steps_follow_layers_plans_and_power():
 
 
 def _eager_plans(tmp_path: Path) -> tuple[Path, PlanSet]:
-    """The shipped plan for as many outputs as prompt tokens, beside sequential execution that is said to be so slow that it always pays."""
+    """The shipped plan for as many outputs as prompts, beside sequential execution said to be so slow that it always pays."""
     shipped = plan_files.decode_plan_set(_PLANS.read_bytes())
     slow = SequentialTime(b_dense=2048, decode_tokens=1024, layer_us=1e6)
     plans = msgspec.structs.replace(shipped, plans=shipped.plans[-1:], sequential=(slow,), crossover_tokens=128)
