@@ -30,7 +30,7 @@ PASSES = 4
 
 def levels(schedule: Schedule, device: Device) -> list[list[float]]:
     """The shares each node may hold."""
-    return [useful_shares(device.interference, n.resource, SHARE_STEP) for n in schedule.nodes]
+    return [useful_shares(device.interference, n.resource, device.num_sms, SHARE_STEP) for n in schedule.nodes]
 
 
 def issue_in_order(schedule: Schedule, arcs: Sequence[Arc], shares: Sequence[float], device: Device) -> Schedule | None:
@@ -125,7 +125,7 @@ def constant(
     period = cp.new_int_var(0, upper, "T")
     starts, durations, demands, options = [], [], [], []
     for v, node in enumerate(schedule.nodes):
-        shares = useful_shares(device.interference, node.resource, SHARE_STEP)
+        shares = useful_shares(device.interference, node.resource, device.num_sms, SHARE_STEP)
         table = [math.ceil(node.best_us / performance(device.interference, node.resource, s) / tick) for s in shares]
         pick = cp.new_int_var(0, len(shares) - 1, f"q{v}")
         duration = cp.new_int_var(min(table), max(table), f"d{v}")

@@ -128,7 +128,7 @@ def slowdowns(loads: Mapping[Resource, float], device: Device) -> dict[Resource,
     """
     slower, taken = {}, 0.0
     for resource in (Resource.MEMORY, Resource.NETWORK):
-        shares = useful_shares(device.interference, resource, SHARE_STEP)
+        shares = useful_shares(device.interference, resource, device.num_sms, SHARE_STEP)
         share = max(shares, key=lambda s: performance(device.interference, resource, s) / s)
         slower[resource] = 1 / performance(device.interference, resource, share)
         taken += share * slower[resource] * loads.get(resource, 0.0)
@@ -175,7 +175,7 @@ def _phases(schedule: Schedule) -> list[_Phase]:
 def share_patterns(resources: tuple[Resource, ...], device: Device) -> list[tuple[float, ...]]:
     """Shares worth giving to kernels that run together, one per resource: compute takes what the others leave."""
     others = [r for r in resources if r is not Resource.COMPUTE]
-    choices = [useful_shares(device.interference, r, SHARE_STEP) for r in others]
+    choices = [useful_shares(device.interference, r, device.num_sms, SHARE_STEP) for r in others]
     patterns = []
     for shares in itertools.product(*choices):
         rest = 1.0 - sum(shares)
@@ -213,7 +213,10 @@ def phased(schedule: Schedule, device: Device) -> Allocation:
 
 
 def _phased_allocation(schedule, device, phases, patterns, times) -> Allocation:
-    """Lays the phases end to end. A node with more time than its work needs is slowed down evenly, so that it ends in time."""
+    """Lays the phases end to end. A node with more time than its work needs is slowed down evenly, so that it ends in time.
+
+    Slivers are dropped; what that leaves a node short of, up to some millionths, all phases are longer.
+    """
     clock, stretches = 0.0, []
     for phase, shares, row in zip(phases, patterns, times, strict=True):
         for pattern, time_us in zip(shares, row, strict=True):
@@ -230,7 +233,13 @@ def _phased_allocation(schedule, device, phases, patterns, times) -> Allocation:
     done = [0.0] * len(schedule.nodes)
     for g in grants:
         done[g.node] += (g.stop_us - g.start_us) * g.performance
-    # Dropped slivers may leave a node a millionth short; speeds then come out that much above the map.
-    fixed = [dataclasses.replace(g, performance=g.performance * schedule.nodes[g.node].best_us / done[g.node]) for g in grants]
+    needed = [node.best_us / had for node, had in zip(schedule.nodes, done, strict=True)]
+    longer = max(1.0, *needed)
+    fixed = [
+        dataclasses.replace(
+            g, start_us=g.start_us * longer, stop_us=g.stop_us * longer, performance=g.performance * needed[g.node] / longer
+        )
+        for g in grants
+    ]
     fixed.sort(key=lambda g: (g.node, g.start_us))
-    return Allocation(schedule=schedule, grants=tuple(fixed), period_us=period, bound_us=period)
+    return Allocation(schedule=schedule, grants=tuple(fixed), period_us=period * longer, bound_us=period)

@@ -65,7 +65,7 @@ def simulate(plan: PipelinePlan, costing: Costing, layers: int = LAYERS) -> Repl
     # The last layers run without successors beside them and are faster.
     period = _steady_period(ends[: layers - plan.max_layer_offset - 1])
     if period > plan.period_us * (1 + _TOLERANCE):
-        raise PlanError(f"the replay takes {period:.6g} us per layer, the plan says {plan.period_us:.6g}")
+        raise PlanError(f"the replay takes {period:.9g} us per layer, the plan says {plan.period_us:.9g}")
     return Replay(period_us=period, layer_ends_us=tuple(ends), mean_power_w=_check_power(plan, costing))
 
 

@@ -187,3 +187,6 @@ def test_the_search_is_no_worse_than_the_best_pipeline_by_hand(b_dense: int, wor
     costing = outcome.costings["none"]
     found = _rank_of(outcome.plan.period_us, outcome.unlimited_us["constant"], outcome.plan)
     assert found <= _best_by_hand(costing)
+    # Beside each other: 32 SMs, as measured, and all of the others.
+    budgets = {n.resource: n.num_sms for n in outcome.plan.nano_operations if n.share < 1}
+    assert budgets == {Resource.MEMORY: 32, Resource.COMPUTE: 100}

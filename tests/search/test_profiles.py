@@ -70,7 +70,7 @@ def test_h200_map_is_the_measured_table() -> None:
 def test_speed_rises_with_share(maps: Interference, resource: Resource, a: float, b: float) -> None:
     low, high = sorted((a, b))
     assert performance(maps, resource, low) <= performance(maps, resource, high) + 1e-12
-    shares = useful_shares(maps, resource, 0.1)
+    shares = useful_shares(maps, resource, 132, 0.1)
     assert shares[-1] == 1.0
     assert all(performance(maps, resource, x) < performance(maps, resource, y) for x, y in itertools.pairwise(shares))
 

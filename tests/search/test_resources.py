@@ -17,9 +17,19 @@ from search.assemble import Intensity, Placed, Segment, fold
 from search.auto_search import Options, auto_search
 from search.constant import constant, descend, issue_in_order
 from search.hardware import PowerModel, hardware
-from search.interference import Interference, InterferencePoint, performance, shipped_maps
+from search.interference import Interference, InterferencePoint, performance, shipped_maps, sms_of_share, useful_shares
 from search.plan_set import crossover, make_plan_set
-from search.resources import Allocation, Device, ideal, phased, serial, share_patterns, slowed
+from search.resources import (
+    Allocation,
+    Device,
+    _Phase,
+    _phased_allocation,
+    ideal,
+    phased,
+    serial,
+    share_patterns,
+    slowed,
+)
 from search.schedule import Arc, CyclicOrderError, Node, Schedule, shortest_period
 
 C, M, N = Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK
@@ -119,6 +129,40 @@ def test_constant_shares_hand_worked() -> None:
     assert found is not None
     assert found.period_us == pytest.approx(best, rel=2e-3)
     assert best == pytest.approx(40 / 0.3)
+
+
+@given(
+    work=st.lists(st.floats(1, 1000), min_size=2, max_size=2),
+    slivers=st.lists(st.floats(0, 2e-6), min_size=1, max_size=8),
+    measured=st.booleans(),
+)
+def test_dropped_slivers_make_phases_longer_not_speeds_higher(work: list[float], slivers: list[float], measured: bool) -> None:
+    device = Device(num_sms=132, interference=shipped_maps()["h200-sustained"]) if measured else A100
+    schedule = _side_by_side(*work)
+    pattern = share_patterns((C, M), device)[0]
+    speeds = [performance(device.interference, r, s) for r, s in zip((C, M), pattern, strict=True)]
+    length = max(us / speed for us, speed in zip(work, speeds, strict=True))
+    parts = [(1 - sum(slivers)) * length, *(s * length for s in slivers)]
+    phase = _Phase(nodes=(0, 1), windows=(0, 0))
+    found = _phased_allocation(schedule, device, [phase] * len(parts), [[pattern]] * len(parts), [[part] for part in parts])
+    for node, speed in enumerate(speeds):
+        own = [g for g in found.grants if g.node == node]
+        assert max(g.performance for g in own) <= speed * (1 + 1e-12)
+        assert sum((g.stop_us - g.start_us) * g.performance for g in own) == pytest.approx(work[node])
+        assert own[-1].stop_us == pytest.approx(found.period_us)
+    assert found.period_us == pytest.approx(length, rel=1e-4)
+
+
+def test_measured_budgets_are_all_that_memory_kernels_get_and_leave_their_rest() -> None:
+    measured = shipped_maps()["h200-sustained"]
+    memory = useful_shares(measured, M, 132, 0.1)
+    counts = [sms_of_share(measured, M, share, 132) for share in memory]
+    assert counts == [*range(8, 132, 8), 132]
+    left = useful_shares(measured, C, 132, 0.1)
+    assert all(any(abs(1 - share - other) < 1e-12 for other in left) for share in memory[:-1])
+    assert {round(0.1 * i, 6) for i in range(1, 11)} <= set(left)
+    # A map without numbers of SMs, as the paper has, leaves all of the grid.
+    assert useful_shares(TABLE_3, C, 108, 0.1) == pytest.approx([0.1 * i for i in range(1, 11)])
 
 
 def test_patterns_fit_the_device() -> None:
