@@ -28,8 +28,13 @@ _ANY_PLAN = {
 }
 # Streams and no CUDA graphs: by default XLA puts a graph's kernels in a row.
 PLAN_OPTIONS = {**_ANY_PLAN, "xla_gpu_enable_command_buffer": ""}
-# Graphs whose kernels wait for data alone. Between kernels on streams there are microseconds, at a join tens of them.
-_GRAPH_OPTIONS = {**_ANY_PLAN, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# Graphs whose kernels wait for data alone. Between kernels on streams there are microseconds, at a join tens of them. A profile
+# is to show what runs: XLA may launch a graph's kernels one by one while it is profiled.
+_GRAPH_OPTIONS = {
+    **_ANY_PLAN,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_enable_command_buffers_during_profiling": True,
+}
 
 
 def step_function(
