@@ -7,7 +7,7 @@ attention: the best sequential execution where cuBLAS is the faster GEMM.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 import pallas_kernels
 from nanoflow_jax.parallel import TP, all_reduce
 from pallas_kernels import reference
+from pallas_kernels.cuda_driver import signal_each_other
 from pallas_kernels.gemm_all_reduce import gemm_all_reduce
 
 KernelChoice = Literal["reference", "mosaic", "mosaic_peers", "cublas"]
@@ -111,15 +112,37 @@ def kernels_for(choice: KernelChoice) -> Callable[[int], Kernels]:
     return sets[choice]
 
 
-def best_choice(device: object, tp_size: int) -> KernelChoice:
-    """What to take on `device` unless told otherwise: the reference on CPUs, Mosaic kernels on GPUs.
+def best_choice(devices: Sequence[Any]) -> KernelChoice:
+    """What to take on the devices of all ranks unless told otherwise: the reference on CPUs, Mosaic kernels on GPUs.
 
     XLA's GEMM is as fast by itself; ours adds the residual and applies SwiGLU before it stores, and keeps to SM budgets. On two
-    ranks a GEMM and its all-reduce are faster as one kernel (docs/kernels-collectives.md); on more that was not measured.
+    ranks with NVLink a GEMM and its all-reduce are faster as one kernel (docs/kernels-collectives.md); on more that was not
+    measured.
+
+    Raises:
+      CudaDriverError: two GPUs, and the driver does not say how they are connected.
     """
-    if getattr(device, "platform", "cpu") == "cpu":
+    if devices[0].platform == "cpu":
         return "reference"
-    return "mosaic_peers" if tp_size == 2 else "mosaic"
+    return "mosaic_peers" if len(devices) == 2 and signal_each_other(devices) else "mosaic"
+
+
+def check_choice(choice: KernelChoice, devices: Sequence[Any]) -> None:
+    """Whether the kernels can run on the devices of all ranks; where peers are out of reach they would wait forever.
+
+    Raises:
+      ValueError: they cannot.
+      CudaDriverError: the driver does not say how GPUs are connected.
+    """
+    if choice != "mosaic_peers":
+        return
+    if len(devices) == 1:
+        raise ValueError("kernels='mosaic_peers' sum over ranks, of which there is one: take 'mosaic'")
+    if devices[0].platform == "gpu" and not signal_each_other(devices):
+        raise ValueError(
+            f"kernels='mosaic_peers' need NVLink between all of {', '.join(map(str, devices))}: take 'mosaic', which leaves "
+            "sums over the ranks to NCCL"
+        )
 
 
 def _xla_gemm(

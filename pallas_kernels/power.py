@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+from pallas_kernels.cuda_driver import CudaDriverError, pci_bus_id
+
 _PERIOD_S = 2e-3
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
@@ -136,7 +138,11 @@ def _handle(device: Any) -> Any:
     if device.platform != "gpu":
         raise PowerError(f"NVML knows no power of {device}, which is no GPU")
     _nvml("nvmlInit")
-    return _nvml("nvmlDeviceGetHandleByIndex", device.local_hardware_id)
+    try:  # NVML counts all GPUs of the machine, CUDA those that the process sees
+        bus_id = pci_bus_id(device)
+    except CudaDriverError as error:
+        raise PowerError(f"NVML is not asked, as it is not known which GPU {device} is: {error}") from error
+    return _nvml("nvmlDeviceGetHandleByPciBusId", bus_id)
 
 
 def _joules(handle: Any) -> float:

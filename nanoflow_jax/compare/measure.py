@@ -24,7 +24,7 @@ from nanoflow_jax.checkpoints.random_weights import random_parameters
 from nanoflow_jax.compare.steady import steady_batch
 from nanoflow_jax.config import ModelConfig
 from nanoflow_jax.executor.step import ExecutionMode, step_function
-from nanoflow_jax.kernels import KernelChoice, best_choice
+from nanoflow_jax.kernels import KernelChoice, best_choice, check_choice
 from nanoflow_jax.kv_cache import KV_PARTITION, KVCache
 from nanoflow_jax.models.decoder import abstract_decoder, build_decoder
 from nanoflow_jax.parallel import make_mesh, parallel_layout
@@ -150,10 +150,15 @@ class Bench:
 
     @property
     def default_kernels(self) -> KernelChoice:
-        return best_choice(self.devices[0], self.setup.plan.tp)
+        return best_choice(self.devices)
 
     def lower(self, variant: Variant, num_layers: int) -> Any:
-        """The step of one mode at one depth, traced but not compiled; needs no weights."""
+        """The step of one mode at one depth, traced but not compiled; needs no weights.
+
+        Raises:
+          ValueError: the devices cannot run these kernels.
+        """
+        check_choice(variant.kernels, self.devices)
         plan, config, shape = self.setup.plan, self.setup.at(num_layers), self.batch.shape
         graph, weights = nnx.split(abstract_decoder(config, self.layout, self.mesh, self.setup.dtype))
         step = step_function(

@@ -24,7 +24,7 @@ from nanoflow_jax.executor.executables import ExecutableStore, Job, Progress, de
 from nanoflow_jax.executor.in_flight import InFlightStep
 from nanoflow_jax.executor.kv_transfer import PageFormat, page_format
 from nanoflow_jax.executor.step import ExecutionMode, sample_step, step_function
-from nanoflow_jax.kernels import KernelChoice, best_choice
+from nanoflow_jax.kernels import KernelChoice, best_choice, check_choice
 from nanoflow_jax.kv_cache import (
     create_kv_cache,
     free_device_bytes,
@@ -180,8 +180,10 @@ class ModelRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._last_tokens = jax.device_put(np.zeros(options.max_sequences, np.int32), self._replicated)
         self._mode: ExecutionMode = options.mode
-        self._kernels: KernelChoice | Literal["auto"] = options.kernels
-        self._check_plans_and_kernels()
+        devices = list(mesh.devices.flat)
+        self._kernels: KernelChoice = best_choice(devices) if options.kernels == "auto" else options.kernels
+        check_choice(self._kernels, devices)
+        self._check_plans()
         self.page_format: PageFormat | None = None
         if options.kv_offload != "off":
             self.page_format = page_format(config, layout, options.page_size, dtype, on_gpu=self._on_gpu)
@@ -313,7 +315,7 @@ class ModelRunner:
         """XLA's memory analysis of a compiled forward: arguments, aliased outputs, temporaries."""
         return self._forwards[shape, plan, offload].memory_analysis()
 
-    def _check_plans_and_kernels(self) -> None:
+    def _check_plans(self) -> None:
         for plan in self.plans:
             wanted = (plan.model, plan.tp, plan.partition == "all_gather")
             have = (self.config.name, self._layout.tp_size, self._layout.gathered_o_proj)
@@ -323,8 +325,6 @@ class ModelRunner:
                 raise ValueError(f"a plan for (model, tp, gathered o_proj) {wanted} does not fit {have}")
             if plan.b_dense > self.shapes[-1].num_tokens:
                 raise ValueError(f"a plan of {plan.b_dense=} is larger than steps, b_dense={self.shapes[-1].num_tokens}")
-        if self._kernels == "mosaic_peers" and self._layout.tp_size == 1:
-            raise ValueError("kernels='mosaic_peers' sum over ranks, of which there is one: take 'mosaic'")
         if self._mode in ("streams", "fused") and self._on_gpu and jax.__version_info__ < (0, 11):
             raise ValueError(f"mode {self._mode!r} needs jax 0.11 or newer, this is {jax.__version__}")
 
@@ -358,10 +358,8 @@ class ModelRunner:
         return f"{facts}\n{arrays}"
 
     def _lower_forward(self, shape: BatchShape, plan: PipelinePlan | None, offload: bool) -> Any:
-        automatic = best_choice(self.mesh.devices.flat[0], self._layout.tp_size)
-        kernels = automatic if self._kernels == "auto" else self._kernels
         step = step_function(
-            self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=kernels,
+            self.config, self._layout, self.mesh, self._graph, shape, plan=plan, mode=self._mode, kernels=self._kernels,
             num_sms=self._num_sms, on_gpu=self._on_gpu,
             num_kv_groups=self.page_format.num_groups if offload and self.page_format else 0,
         )  # fmt: skip

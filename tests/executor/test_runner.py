@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoflow_jax import kernels
 from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes, step_sizes
-from nanoflow_jax.kernels import best_choice
+from nanoflow_jax.kernels import best_choice, check_choice
 from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit, step_bytes
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import PlanSet
@@ -238,7 +239,14 @@ def test_a_step_is_given_memory_for_its_logits_and_their_sampling() -> None:
     assert needed(b_dense=4096) - needed() > 4 * 2048 * 2 * config.d_ff
 
 
-def test_automatic_kernels_are_those_of_the_platform() -> None:
+def test_automatic_kernels_are_those_of_the_platform_and_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = (types.SimpleNamespace(platform=name) for name in ("gpu", "cpu"))
-    assert [best_choice(gpu, tp_size) for tp_size in (1, 2, 4)] == ["mosaic", "mosaic_peers", "mosaic"]
-    assert best_choice(cpu, 2) == "reference"
+    monkeypatch.setattr(kernels, "signal_each_other", lambda devices: True)
+    assert [best_choice([gpu] * tp_size) for tp_size in (1, 2, 4)] == ["mosaic", "mosaic_peers", "mosaic"]
+    assert best_choice([cpu] * 2) == "reference"
+    check_choice("mosaic_peers", [gpu] * 4)
+    monkeypatch.setattr(kernels, "signal_each_other", lambda devices: False)
+    assert best_choice([gpu] * 2) == "mosaic"
+    with pytest.raises(ValueError, match="'mosaic_peers' need NVLink between all of"):
+        check_choice("mosaic_peers", [gpu] * 2)
+    check_choice("mosaic", [gpu] * 2)

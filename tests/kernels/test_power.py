@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import power
+from pallas_kernels.cuda_driver import CudaDriverError
 from pallas_kernels.power import Mean, PowerError, PowerMeter, Step
 
 IDLE_W = 100.0
@@ -42,9 +43,9 @@ class Pretended:
         assert self.initialised
         return "580.1"
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> int:  # noqa: N802
         assert self.initialised
-        return index
+        return int(bus_id.removeprefix("bus "))
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:  # noqa: N802
         self.now += next(self._read_s)
@@ -75,6 +76,7 @@ def installed(nvml: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", nvml)
         patch.setattr(power, "_PERIOD_S", 0.0)
+        patch.setattr(power, "pci_bus_id", lambda gpu: f"bus {gpu.local_hardware_id}")
         if nvml is not None:
             patch.setattr(power, "time", SimpleNamespace(perf_counter=lambda: nvml.now, sleep=nvml.sleep))
         yield
@@ -154,6 +156,18 @@ def refusing(name: str, after: int = 0) -> Pretended:
 
     setattr(nvml, name, fail)
     return nvml
+
+
+def test_a_gpu_that_cannot_be_told_from_others_has_no_power() -> None:
+    def lost(_: Any) -> str:
+        raise CudaDriverError("no CUDA driver: x")
+
+    with installed(Pretended([600.0], [0.05], [1e-3], (0.0, 60.0))), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(power, "pci_bus_id", lost)
+        with PowerMeter(GPUS[:1]) as meter:
+            pass
+    with pytest.raises(PowerError, match=r"not known which GPU .* is: no CUDA driver: x"):
+        meter.means(0.0, 1.0)
 
 
 @pytest.mark.parametrize(
