@@ -3,7 +3,8 @@
 All requests are there from the start, with random tokens for prompts and outputs that run to their full length. Two rates are
 reported: the whole run, from the first step to the last token, and the steady state, the steps in which requests still waited
 for admission after the first had finished; a run too short to have one says so. Steps are also told apart by what they computed
-(prompts only, both, outputs only). Times are the host's: form and consume are scheduling, launch is upload and dispatch (on a
+(prefill: prompts only; mixed; decode: outputs only) and by how many sequences decoded, and on a GPU a profile of some says how
+long it idled between which kernels. Times are the host's: form and consume are scheduling, launch is upload and dispatch (on a
 CPU the device shares its cores), wait is the time that the host has nothing to do but wait for the device.
 
 `--workload multi-round` serves conversations of several rounds instead, with and without prefix reuse in one run.

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from ortools.sat.python import cp_model
 
+from nanoflow_jax.plan import Resource
 from search.interference import performance, useful_shares
 from search.resources import SHARE_STEP, Allocation, Device, Grant
 from search.schedule import Arc, Schedule, lane_arcs, retime
@@ -30,7 +31,11 @@ PASSES = 4
 
 def levels(schedule: Schedule, device: Device) -> list[list[float]]:
     """The shares each node may hold."""
-    return [useful_shares(device.interference, n.resource, device.num_sms, SHARE_STEP) for n in schedule.nodes]
+    beside_network = any(n.resource is Resource.NETWORK for n in schedule.nodes)
+    shares = {
+        r: useful_shares(device.interference, r, device.num_sms, SHARE_STEP, beside_network=beside_network) for r in Resource
+    }
+    return [shares[n.resource] for n in schedule.nodes]
 
 
 def issue_in_order(schedule: Schedule, arcs: Sequence[Arc], shares: Sequence[float], device: Device) -> Schedule | None:
@@ -124,8 +129,7 @@ def constant(
     cp = cp_model.CpModel()
     period = cp.new_int_var(0, upper, "T")
     starts, durations, demands, options = [], [], [], []
-    for v, node in enumerate(schedule.nodes):
-        shares = useful_shares(device.interference, node.resource, device.num_sms, SHARE_STEP)
+    for v, (node, shares) in enumerate(zip(schedule.nodes, levels(schedule, device), strict=True)):
         table = [math.ceil(node.best_us / performance(device.interference, node.resource, s) / tick) for s in shares]
         pick = cp.new_int_var(0, len(shares) - 1, f"q{v}")
         duration = cp.new_int_var(min(table), max(table), f"d{v}")

@@ -16,8 +16,6 @@ import msgspec
 from nanoflow_jax.plan import Resource
 
 MAX_CHANNELS = 32
-# From one budget of a memory kernel to the next; the profiler's points are such.
-_SMS = 8
 
 
 class InterferencePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,31 +109,26 @@ def _counts(interference: Interference, resource: Resource, num_sms: int) -> tup
     return list(shares), list(counts)
 
 
-def useful_shares(interference: Interference, resource: Resource, num_sms: int, step: float) -> list[float]:
+def useful_shares(
+    interference: Interference, resource: Resource, num_sms: int, step: float, *, beside_network: bool = True
+) -> list[float]:
     """Shares worth choosing from, rising to 1, without those that gain nothing.
 
-    Multiples of `step` and the measured points. But where memory kernels were measured with budgets of SMs, these are theirs,
-    and exactly what they leave is among the GEMMs': what lies between was not measured, and GEMMs run on pairs of SMs.
+    Multiples of `step` and the measured points. But where memory kernels were measured on so many SMs each, they choose among
+    these numbers and the whole device, and GEMMs among exactly what these leave: what lies between was not measured, and GEMMs
+    run on pairs of SMs. With collectives beside them GEMMs also have the multiples of `step`.
     """
     grid = {round(step * i, 6) for i in range(1, round(1 / step))}
-    budgets = _memory_budgets(interference, num_sms)
-    if resource is Resource.COMPUTE:
-        grid |= {1.0 - share for share in budgets}
+    budgets = {share_of_sms(interference, Resource.MEMORY, p.num_sms, num_sms) for p in interference.memory if p.num_sms}
+    if resource is Resource.COMPUTE and budgets:
+        left = {1.0 - share for share in budgets}
+        grid = grid | left if beside_network else left
     elif resource is Resource.MEMORY and budgets:
         grid = budgets
-    else:
+    elif resource is not Resource.COMPUTE:
         grid |= {p.share for p in _points(interference, resource)}
     kept: list[float] = []
     for share in sorted(grid | {1.0}):
         if not kept or performance(interference, resource, share) > performance(interference, resource, kept[-1]) + 1e-9:
             kept.append(share)
     return kept
-
-
-def _memory_budgets(interference: Interference, num_sms: int) -> set[float]:
-    """Shares below 1 of the measured numbers of SMs and of other whole units of them; empty where SMs were not budgeted."""
-    measured = {p.num_sms for p in interference.memory if p.num_sms is not None}
-    if not measured:
-        return set()
-    counts = measured.union(range(_SMS, num_sms, _SMS))
-    return {share for share in (share_of_sms(interference, Resource.MEMORY, n, num_sms) for n in counts) if 0 < share < 1}

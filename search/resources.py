@@ -215,7 +215,7 @@ def phased(schedule: Schedule, device: Device) -> Allocation:
 def _phased_allocation(schedule, device, phases, patterns, times) -> Allocation:
     """Lays the phases end to end. A node with more time than its work needs is slowed down evenly, so that it ends in time.
 
-    Slivers are dropped; what that leaves a node short of, up to some millionths, all phases are longer.
+    Slivers are dropped. If that leaves a node short of work, all phases are lengthened by the few millionths that it lacks.
     """
     clock, stretches = 0.0, []
     for phase, shares, row in zip(phases, patterns, times, strict=True):

@@ -89,14 +89,17 @@ def _read_plans(args: argparse.Namespace) -> dict[str, PipelinePlan]:
     """
     plans: dict[str, PipelinePlan] = {}
     for path in args.plan:
-        plan = decode_plan(path.read_bytes())
+        try:
+            plan = decode_plan(path.read_bytes())
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
         _check_fits(plan, path, args)
         name = path.stem if len(args.plan) > 1 else ""
         if name in plans:
             raise ValueError(f"two plans are named {name}: {', '.join(map(str, args.plan))}")
         plans[name] = plan
         first = next(iter(plans.values()))
-        for what in ("model", "device", "tp", "b_dense", "num_sms"):
+        for what in ("model", "device", "tp", "b_dense", "decode_tokens", "num_sms"):
             if getattr(plan, what) != getattr(first, what):
                 raise PlanError(f"{path} has {what}={getattr(plan, what)}, {args.plan[0]} has {getattr(first, what)}")
         if (plan.partition == "all_gather") != (first.partition == "all_gather"):
@@ -105,8 +108,11 @@ def _read_plans(args: argparse.Namespace) -> dict[str, PipelinePlan]:
 
 
 def _check_fits(plan: PipelinePlan, path: Path, args: argparse.Namespace) -> None:
-    wanted = {"model": args.model, "tp": args.tp, "b_dense": args.b_dense, "decode_tokens": None}
-    wanted["decode_tokens"] = steady_mix(args.workload, plan.b_dense).decode_tokens
+    wanted = {"model": args.model, "tp": args.tp, "b_dense": args.b_dense}
+    if plan.decode_context is None:
+        wanted["decode_tokens"] = steady_mix(args.workload, plan.b_dense).decode_tokens
+    else:  # how many decode is the plan's to say, how long their contexts are the workload's
+        wanted["decode_context"] = args.workload.decode_context
     for field, value in wanted.items():
         if value is not None and getattr(plan, field) != value:
             raise PlanError(f"{path} has {field}={getattr(plan, field)}, asked for {value} (workload {args.workload})")
@@ -284,7 +290,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workload", type=_workload, default="1024:512", help="PROMPT:OUTPUT in tokens or a trace (default %(default)s)"
     )
     parser.add_argument(
-        "--plan", type=Path, nargs="+", help="plans of python -m search, all of one batch; without, it finds one"
+        "--plan", type=Path, nargs="+", help="plans of python -m search, all of one batch (default: the search finds one)"
     )
     parser.add_argument("--hardware", help="what the search plans for (default: the device at hand)")
     parser.add_argument(

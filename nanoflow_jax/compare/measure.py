@@ -63,7 +63,7 @@ def variants(on_gpu: bool, kernels: KernelChoice, modes: Sequence[str], plans: M
 
     On GPUs what needs no SM budgets is shown with all kernels that can do it.
     """
-    several_ranks = any(plan.tp > 1 for plan in plans.values())
+    several_ranks = next(iter(plans.values())).tp > 1
     rows = []
     for mode in get_args(ExecutionMode):
         if mode not in modes:
@@ -88,7 +88,7 @@ def _planned_kernels(mode: ExecutionMode, plan: PipelinePlan) -> tuple[KernelCho
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all modes share. `plans` are of one batch, by the names that rows show ("": the only one has none)."""
+    """What all modes share. `plans` are of one batch, by the names that rows show; a single plan's is empty."""
 
     config: ModelConfig
     plans: Mapping[str, PipelinePlan]
@@ -106,7 +106,7 @@ class Setup:
         return None if variant.plan is None else self.plans[variant.plan]
 
     def predicted_us(self, variant: Variant) -> float | None:
-        """Microseconds per layer that the row's plan promises; None for a mode that it says nothing of."""
+        """Microseconds per layer by the row's plan, of sequential execution by the first; None where plans say nothing."""
         plan = self.of(variant)
         if plan is None:
             return self.plan.prediction.sequential_us
@@ -144,7 +144,7 @@ class Bench:
         self.on_gpu = self.devices[0].platform == "gpu"
         config = setup.at(max(setup.depths))
         self.layout = dataclasses.replace(parallel_layout(config, plan.tp), gathered_o_proj=plan.partition == "all_gather")
-        self.batch, self._num_pages = steady_batch(config, setup.workload, plan.b_dense, setup.page_size)
+        self.batch, self._num_pages = steady_batch(config, setup.workload, plan.b_dense, setup.page_size, plan.decode_tokens)
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self._row_logits: Any = None
 

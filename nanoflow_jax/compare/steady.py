@@ -1,5 +1,7 @@
 """The batch of a workload's steady state, as arrays that a step can run on."""
 
+import dataclasses
+
 import numpy as np
 
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch
@@ -8,14 +10,19 @@ from nanoflow_jax.plan import TILE
 from nanoflow_jax.workload import Workload, steady_mix
 
 
-def steady_batch(config: ModelConfig, workload: Workload, b_dense: int, page_size: int) -> tuple[Batch, int]:
+def steady_batch(
+    config: ModelConfig, workload: Workload, b_dense: int, page_size: int, decode_tokens: int | None = None
+) -> tuple[Batch, int]:
     """A full batch of the workload's mix with pages in shuffled order, and the pages that its pool must have.
 
-    The workload has a prompt. Decoding sequences all have the mean context; prompts come whole, the last one cut where the
-    batch ends. Rows are as many as there are sequences, rounded up to a tile: what an engine sized for this workload compiles.
+    The workload has a prompt. Decoding sequences, `decode_tokens` or the workload's share, all have the mean context; prompts
+    come whole, the last one cut where the batch ends. Rows are as many as there are sequences, rounded up to a tile: what an
+    engine sized for this workload compiles.
     """
     rng = np.random.default_rng(0)
     mix = steady_mix(workload, b_dense)
+    if decode_tokens is not None:
+        mix = dataclasses.replace(mix, decode_tokens=decode_tokens)
     num_decode = mix.decode_tokens
     whole, rest = divmod(mix.prefill_tokens, workload.prompt_tokens)
     q_lens = [1] * num_decode + [workload.prompt_tokens] * whole + [rest] * (rest > 0)

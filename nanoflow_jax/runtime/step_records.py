@@ -32,21 +32,24 @@ class StepRecord:
 
     @property
     def read_a_step(self) -> bool:
-        """Not the first call in asynchronous mode, which only launches."""
+        """False for the first call in asynchronous mode, which only launches."""
         return self.prompt_tokens + self.decode_tokens > 0
+
+
+# By what a step computed.
+KINDS: dict[str, Callable[[StepRecord], bool]] = {
+    "prefill": lambda r: r.prompt_tokens > 0 and r.decode_tokens == 0,
+    "mixed": lambda r: r.prompt_tokens > 0 and r.decode_tokens > 0,
+    "decode": lambda r: r.prompt_tokens == 0 and r.decode_tokens > 0,
+}
 
 
 def summarise(records: list[StepRecord], stats: EngineStats) -> dict:
     """Rates and times of the whole run, the steady state and each kind of step, as a dictionary for JSON."""
-    kinds: dict[str, Callable[[StepRecord], bool]] = {
-        "prefill": lambda r: r.prompt_tokens > 0 and r.decode_tokens == 0,
-        "mixed": lambda r: r.prompt_tokens > 0 and r.decode_tokens > 0,
-        "decode": lambda r: r.prompt_tokens == 0 and r.decode_tokens > 0,
-    }
     return {
         "whole": rates(records),
         "steady": rates(steady_state(records)),
-        "by_kind": {name: rates(filter(is_kind, records)) for name, is_kind in kinds.items()},
+        "by_kind": {name: rates(filter(is_kind, records)) for name, is_kind in KINDS.items()},
         "batch_fill": stats.batch_tokens / max(1, stats.padded_tokens),
         "preemptions": stats.preemptions,
         "num_pages": stats.num_pages,
@@ -64,16 +67,9 @@ def steady_state(records: list[StepRecord]) -> list[StepRecord]:
 
 def shares(records: Sequence[StepRecord], max_sequences: int) -> list[dict]:
     """Where the time goes: a row per kind of step and quarter of `max_sequences` that decode, those without steps left out."""
-    kinds: dict[str, Callable[[StepRecord], bool]] = {
-        "prompts only": lambda r: r.decode_tokens == 0,
-        "both": lambda r: r.decode_tokens > 0 and r.prompt_tokens > 0,
-        "outputs only": lambda r: r.prompt_tokens == 0,
-    }
     rows = []
-    for (kind, is_kind), quarter in itertools.product(kinds.items(), range(_QUARTERS + 1)):
-        members = [
-            r for r in records if r.read_a_step and is_kind(r) and -(-_QUARTERS * r.decode_tokens // max_sequences) == quarter
-        ]
+    for (kind, is_kind), quarter in itertools.product(KINDS.items(), range(_QUARTERS + 1)):
+        members = [r for r in records if is_kind(r) and -(-_QUARTERS * r.decode_tokens // max_sequences) == quarter]
         if members:
             low, high = (max_sequences * q // _QUARTERS for q in (quarter - 1, quarter))
             rows.append(

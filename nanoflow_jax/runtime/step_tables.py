@@ -21,7 +21,8 @@ def print_table(report: dict[str, Any]) -> None:
         f"scheduling {report['whole']['scheduling_share']:.2%} of step time, batch fill {report['batch_fill']:.1%}, "
         f"{report['preemptions']} preemptions"
     )
-    print("\n".join(_idle_lines(report["gpu_idle"])), end="\n" if report["gpu_idle"] else "")
+    for line in _idle_lines(report["gpu_idle"]):
+        print(line)
     if peer := report["peer"]:
         ours = report["whole"]["output_tokens_per_s"]
         theirs = peer["output_tokens_per_s"]
@@ -48,7 +49,7 @@ def _gaps_line(gaps: dict[str, Any]) -> str:
 def print_shares(shares: Sequence[dict[str, Any]]) -> None:
     """Where the time goes; see `step_records.shares`. A row may have `least_seconds`, what power alone would allow."""
     capped = any("least_seconds" in row for row in shares)
-    names = f"{'steps':<14}{'decoding':>12}{'steps':>8}{'by plan':>9}{'tokens':>11}{'seconds':>10}"
+    names = f"{'kind':<14}{'decoding':>12}{'steps':>8}{'by plan':>9}{'tokens':>11}{'seconds':>10}"
     print(f"\n{names}{'at the cap':>12}" if capped else f"\n{names}")
     for row in shares:
         cells = f"{row['kind']:<14}{row['decoding']:>12}{row['steps']:>8}{row['planned']:>9}{row['tokens']:>11,}"

@@ -124,6 +124,7 @@ def test_plans_of_different_batches_are_no_rows_of_one_table(plan_file, tmp_path
     for changes, message in (
         ({"b_dense": 32, "decode_tokens": 16}, "other.json has b_dense=32, "),
         ({"tp": 2, "partition": "all_reduce"}, "other.json has tp=2, "),
+        ({"decode_tokens": 4}, "other.json has decode_tokens=4, "),
     ):
         other.write_bytes(encode(small_plan(**changes)))
         assert command.main(["--plan", str(plan_file), str(other), "--workload", "8:8", *SMALL]) == 2

@@ -62,7 +62,7 @@ def test_the_command_prints_both_tables_and_everything_adds_up(capsys):
     assert sum(row["seconds"] for row in shares) == pytest.approx(whole["seconds"])
     assert sum(row["least_seconds"] for row in shares) == pytest.approx(report["power"]["least_seconds"])
     assert all(row["least_seconds"] <= row["seconds"] for row in shares)
-    assert {row["kind"] for row in shares} == {"prompts only", "both", "outputs only"}
+    assert {row["kind"] for row in shares} == {"prefill", "mixed", "decode"}
     assert {row["decoding"] for row in shares} <= {"0", "1-4", "5-8", "9-12", "13-16"}
     padded = report["computed_tokens"] + report["padding_tokens"]
     assert padded >= 64 * (whole["steps"] - 1)
@@ -91,7 +91,9 @@ def test_prefix_reuse_as_in_bench_does_not_change_the_steps(requests):
     options = RunnerConfig(b_dense=128, max_sequences=16, page_size=16)
     model = dataclasses.replace(_MODEL, max_context=136)
     load = functools.partial(bench.make_requests, count=requests, input_tokens=96, output_tokens=40, seed=1)
-    _, steps, stats = bench_predicted.simulate(model, options, 60, load)
+    records, steps, stats = bench_predicted.simulate(model, options, 60, load)
+    read = [(r.prompt_tokens, r.decode_tokens) for r in records if r.read_a_step]
+    assert read == [(s.prefill_tokens, s.decode_tokens) for s in steps]
     seen = []
     null = NullRunner(
         model,
@@ -184,6 +186,21 @@ def _eager_plans(tmp_path: Path) -> tuple[Path, PlanSet]:
     path = tmp_path / "plans.json"
     path.write_bytes(plan_files.encode(plans))
     return path, plans
+
+
+def test_a_record_is_of_the_step_that_its_call_read(tmp_path):
+    """Asynchronous calls read the step that the call before launched."""
+    _, plans = _eager_plans(tmp_path)
+    # So fast that plans pay for large steps only.
+    times = (msgspec.structs.replace(plans.sequential[0], layer_us=2.0 * 2048),)
+    plans = msgspec.structs.replace(plans, sequential=times)
+    options = RunnerConfig(b_dense=2048, max_sequences=128, page_size=16, mode="streams", plans=plans)
+    model = dataclasses.replace(_MODEL, max_context=80)
+    load = functools.partial(bench.make_requests, count=150, input_tokens=64, output_tokens=4, seed=1)
+    records, steps, _ = bench_predicted.simulate(model, options, 2000, load)
+    planned = [step.plan is not None for step in steps]
+    assert [record.planned for record in records if record.read_a_step] == planned
+    assert True in planned and False in planned
 
 
 def test_steps_by_plan_are_counted_and_take_the_plans_time(capsys, tmp_path):

@@ -352,7 +352,7 @@ def test_the_shipped_plans_are_what_their_commands_make(capsys: pytest.CaptureFi
     expected = {k: pytest.approx(v, rel=1e-9) if isinstance(v, float) else v for k, v in shipped.items()}
     wrong = {k: (made[k], shipped[k]) for k, v in expected.items() if made[k] != v}
     assert not wrong
-    # Of the one for outputs no workload says all contexts.
+    # The plan for outputs is left out: its context is that of no workload with prompts.
     for mix, workload in (("steady", "512:512"), ("prompts", "1024:512")):
         replayed, _ = _run(capsys, "simulate", paths[mix], "--profile", profile, "--workload", workload)
         assert [r["replayed_us"] for r in replayed["plans"]] == pytest.approx(

@@ -153,16 +153,15 @@ def test_dropped_slivers_make_phases_longer_not_speeds_higher(work: list[float],
     assert found.period_us == pytest.approx(length, rel=1e-4)
 
 
-def test_measured_budgets_are_all_that_memory_kernels_get_and_leave_their_rest() -> None:
+def test_memory_kernels_get_measured_numbers_of_sms_and_gemms_what_these_leave() -> None:
     measured = shipped_maps()["h200-sustained"]
     memory = useful_shares(measured, M, 132, 0.1)
-    counts = [sms_of_share(measured, M, share, 132) for share in memory]
-    assert counts == [*range(8, 132, 8), 132]
-    left = useful_shares(measured, C, 132, 0.1)
-    assert all(any(abs(1 - share - other) < 1e-12 for other in left) for share in memory[:-1])
-    assert {round(0.1 * i, 6) for i in range(1, 11)} <= set(left)
+    assert [sms_of_share(measured, M, share, 132) for share in memory] == [8, 16, 24, 32, 48, 132]
+    alone, with_collectives = (useful_shares(measured, C, 132, 0.1, beside_network=network) for network in (False, True))
+    assert alone == sorted([*(1 - share for share in memory[:-1]), 1.0])
+    assert set(with_collectives) == {*alone, *(round(0.1 * i, 6) for i in range(1, 10))}
     # A map without numbers of SMs, as the paper has, leaves all of the grid.
-    assert useful_shares(TABLE_3, C, 108, 0.1) == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert useful_shares(TABLE_3, C, 108, 0.1, beside_network=False) == pytest.approx([0.1 * i for i in range(1, 11)])
 
 
 def test_patterns_fit_the_device() -> None:
