@@ -129,6 +129,13 @@ def test_plans_of_different_batches_are_no_rows_of_one_table(plan_file, tmp_path
         other.write_bytes(encode(small_plan(**changes)))
         assert command.main(["--plan", str(plan_file), str(other), "--workload", "8:8", *SMALL]) == 2
         assert message in capsys.readouterr().err
+    plan_file.write_bytes(encode(small_plan(tp=2)))
+    other.write_bytes(encode(small_plan(tp=2, partition="all_gather")))
+    assert command.main(["--plan", str(plan_file), str(other), "--workload", "8:8", *SMALL]) == 2
+    assert "other.json divides o_proj for all_gather, " in capsys.readouterr().err
+    other.write_bytes(b"{}")
+    assert command.main(["--plan", str(plan_file), str(other), "--workload", "8:8", *SMALL]) == 2
+    assert "other.json: not a PipelinePlan" in capsys.readouterr().err
     (tmp_path / "same").mkdir()
     same = tmp_path / "same" / plan_file.name
     same.write_bytes(plan_file.read_bytes())
