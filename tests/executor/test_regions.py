@@ -73,10 +73,13 @@ def test_a_region_on_a_stream_has_one_result(tp: int, partition: str, moe: bool,
 
 
 def test_a_pipeline_by_hand_takes_five_regions_a_layer(monkeypatch) -> None:
-    """Attention; beside it prompt attention, o and the feed-forward of one nano-batch, then its qkv; the same of the other."""
+    """Attention; beside it prompt attention, o and the feed-forward of one nano-batch, then its qkv; the same of the other.
+
+    Where attention runs beside one of them only: of the plans for as many outputs as prompt tokens, which the last one is.
+    """
     text = resources.files("nanoflow_jax").joinpath("plans", "h200-llama3-8b-tp1.json").read_bytes()
     counts = []
     for num_layers in (2, 3):
         config = small_config(num_layers=num_layers)
-        counts.append(len(regions_of(config, decode_plan_set(text).plans[0], monkeypatch)))
+        counts.append(len(regions_of(config, decode_plan_set(text).plans[-1], monkeypatch)))
     assert counts[1] - counts[0] == 5
