@@ -128,7 +128,7 @@ def best_choice(devices: Sequence[Any]) -> KernelChoice:
 
 
 def check_choice(choice: KernelChoice, devices: Sequence[Any]) -> None:
-    """Whether the kernels can run on the devices of all ranks; where peers are out of reach they would wait forever.
+    """Whether the kernels can run on the devices of all ranks; where peers are out of reach they could wait forever.
 
     Raises:
       ValueError: they cannot.

@@ -15,8 +15,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import UnsupportedDeviceError
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.gemm import Projection, selected
+from pallas_kernels.cuda_driver import signal_each_other
 from pallas_kernels.gemm import gemm
 from pallas_kernels.gemm_all_reduce import gemm_all_reduce
 
@@ -44,10 +46,13 @@ def benchmark(kernel: str, num_sms: Sequence[int], *, names: str = "", sustained
     """Rows for each projection, number of rows and variant; `names` keeps projections, `sustained` adds one GPU's energy.
 
     Raises:
-      RuntimeError: the machine has a single GPU.
+      UnsupportedDeviceError: the machine has a single GPU, or GPUs that NVLink does not connect.
+      CudaDriverError: the driver does not say how they are connected.
     """
     if len(jax.devices()) < 2:
-        raise RuntimeError(f"{kernel} needs two GPUs or more, this machine has {len(jax.devices())}")
+        raise UnsupportedDeviceError(f"{kernel} needs two GPUs or more, this machine has {len(jax.devices())}")
+    if not signal_each_other(jax.devices()):
+        raise UnsupportedDeviceError(f"{kernel} needs NVLink between all GPUs")
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     cases = [(p, m) for p in selected(PROJECTIONS, names) for m in ROWS]
     jobs = [(p, m, v) for p, m in cases for v in variants(num_sms)]

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import UnsupportedDeviceError, _mosaic
 from pallas_kernels._collective_schedule import collective_schedule
 from pallas_kernels._tuning import GemmConfig
+from pallas_kernels.bench import gemm_all_reduce as bench
+from pallas_kernels.cuda_driver import signal_each_other
 from pallas_kernels.gemm_all_reduce import default_config, gemm_all_reduce, gemm_reduce_scatter, run
 from tests.kernels import aot
 from tests.kernels.all_ranks import AllRanks
@@ -218,7 +220,21 @@ def _compile_all() -> None:
     print(json.dumps(found))
 
 
-needs_gpus = pytest.mark.skipif(len(jax.devices()) < 2 or jax.default_backend() != "gpu", reason="needs two GPUs or four")
+@pytest.mark.parametrize(("count", "why"), [(1, "needs two GPUs or more"), (2, "needs NVLink between all GPUs")])
+def test_the_benchmark_refuses_gpus_that_would_wait_for_each_other(
+    count: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = jax.devices()[:count]
+    monkeypatch.setattr(bench.jax, "devices", lambda: devices)
+    monkeypatch.setattr(bench, "signal_each_other", lambda asked: asked is not devices)
+    with pytest.raises(UnsupportedDeviceError, match=why):
+        next(bench.benchmark("gemm_all_reduce", [132]))
+
+
+needs_gpus = pytest.mark.skipif(
+    len(jax.devices()) < 2 or jax.default_backend() != "gpu" or not signal_each_other(jax.devices()),
+    reason="needs two GPUs or four, with NVLink",
+)
 
 
 def _operands(mesh: Mesh, m: int, k: int, n: int) -> tuple[jax.Array, jax.Array, jax.Array]:
