@@ -146,9 +146,12 @@ def _cost(args: argparse.Namespace) -> None:
     print(json.dumps(record))
 
 
-def _checked_mix(model: ModelConfig, device: str, tp: int, workload: Workload, b_dense: int) -> BatchMix:
-    check_batch(model, hardware(device), tp, workload, b_dense)
-    return steady_mix(workload, b_dense)
+def _checked_mix(
+    model: ModelConfig, device: str, tp: int, workload: Workload, b_dense: int, decode_tokens: int | None = None
+) -> BatchMix:
+    check_batch(model, hardware(device), tp, workload, b_dense, decode_tokens)
+    mix = steady_mix(workload, b_dense)
+    return mix if decode_tokens is None else dataclasses.replace(mix, decode_tokens=decode_tokens)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -173,11 +176,7 @@ def _hand(args: argparse.Namespace) -> None:
     from search.hand_pipeline import hand_pipeline
 
     model = preset(args.model)
-    mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense)
-    if args.decode_tokens is not None:
-        if not 0 < args.decode_tokens <= args.b_dense:
-            raise plans.PlanError(f"--decode-tokens {args.decode_tokens} must lie in [1, {args.b_dense}]")
-        mix = dataclasses.replace(mix, decode_tokens=args.decode_tokens)
+    mix = _checked_mix(model, args.hardware, args.tp, parse_workload(args.workload), args.b_dense, args.decode_tokens)
     table = _load_profile(args.profile, model, args.hardware, args.tp, [mix])
     partition = "none" if args.tp == 1 else "gemm_all_reduce"
     costing = Costing(model=model, table=table, mix=mix, partition=partition)

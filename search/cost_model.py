@@ -125,8 +125,13 @@ def memory_budget(model: ModelConfig, device: Hardware, tp: int, workload: Workl
     return MemoryBudget(weight_bytes=weight_bytes, kv_tokens=kv_tokens, max_sequences=sequences, max_b_dense=int(b_dense))
 
 
-def check_batch(model: ModelConfig, device: Hardware, tp: int, workload: Workload, b_dense: int) -> MemoryBudget:
+def check_batch(
+    model: ModelConfig, device: Hardware, tp: int, workload: Workload, b_dense: int, decode_tokens: int | None = None
+) -> MemoryBudget:
     """Refuses a batch that is no multiple of 128 or whose KV cache does not fit.
+
+    Args:
+      decode_tokens: how many of the batch decode; None: the workload's share of them.
 
     Raises:
       InfeasibleError: naming the value and the limit.
@@ -135,7 +140,13 @@ def check_batch(model: ModelConfig, device: Hardware, tp: int, workload: Workloa
     if b_dense <= 0 or b_dense % TILE:
         raise InfeasibleError(f"b_dense={b_dense} is not a positive multiple of {TILE}")
     budget = memory_budget(model, device, tp, workload)
-    if b_dense > budget.max_b_dense:
+    if decode_tokens is not None:
+        if not 0 <= decode_tokens <= min(b_dense, budget.max_sequences):
+            raise InfeasibleError(
+                f"decode_tokens={decode_tokens} must lie in [0, {min(b_dense, budget.max_sequences)}]: of {b_dense=}, and "
+                f"{tp} x {device.name} hold no more than {budget.max_sequences} sequences of {model.name} at {workload.name}"
+            )
+    elif b_dense > budget.max_b_dense:
         raise InfeasibleError(
             f"b_dense={b_dense} needs more memory than {tp} x {device.name} has: {model.name} at {workload.name} "
             f"allows {budget.max_b_dense} tokens"

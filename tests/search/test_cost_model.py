@@ -84,6 +84,17 @@ def test_infeasible_batches_are_named(b_dense: int, match: str) -> None:
         check_batch(LLAMA_70B, A100, 8, parse_workload("512:1024"), b_dense)
 
 
+def test_only_what_decodes_needs_memory() -> None:
+    """A batch of more prompts than the steady state has needs less: sequences count, and only as many as fit."""
+    given = (preset("llama3-8b"), hardware("h200"), 1, parse_workload("512:512"), 3072)
+    with pytest.raises(InfeasibleError, match="more memory"):
+        check_batch(*given)
+    most = check_batch(*given, decode_tokens=1024).max_sequences
+    for beyond in (most + 1, -1):
+        with pytest.raises(InfeasibleError, match=f"decode_tokens={beyond}"):
+            check_batch(*given, decode_tokens=beyond)
+
+
 def test_weights_that_do_not_fit() -> None:
     with pytest.raises(InfeasibleError, match="leaves no room"):
         memory_budget(LLAMA_70B, A100, 1, parse_workload("512:512"))
