@@ -32,7 +32,6 @@ class StepInputs:
     """
 
     used_tokens: jax.Array  # int32 scalar, tokens of the range up to the last that is no padding
-    is_decode: jax.Array  # bool[T]
     slots: jax.Array  # int32[T]; -1 for padding, which there may be between tokens, too
     cos: jax.Array  # float32[T, H / 2]
     sin: jax.Array  # float32[T, H / 2]
@@ -80,7 +79,6 @@ def step_inputs(
     slots = batch.slots[start:stop]
     return StepInputs(
         used_tokens=_one_past_last(slots >= 0),
-        is_decode=jnp.arange(start, stop, dtype=jnp.int32) < batch.num_decode,
         slots=slots,
         cos=jnp.cos(angles),
         sin=jnp.sin(angles),
@@ -140,22 +138,21 @@ def qkv_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> F
 
 
 def decode_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
-    """Attention of the decoding tokens; zeros for the others."""
-    num_rows = step.decode_kv_lens.shape[0]
-    if num_rows == 0:  # a token range behind the last row that could decode
+    """Attention of the decoding tokens; undefined for the others."""
+    if step.decode_kv_lens.shape[0] == 0:  # a token range behind the last row that could decode
         return jnp.zeros_like(q)
-    out = step.kernels.decode_attention(q[:num_rows], k_pages, v_pages, step.decode_tables, step.decode_kv_lens)
-    return jnp.pad(out, ((0, q.shape[0] - num_rows), (0, 0), (0, 0), (0, 0)))
+    return step.kernels.decode_attention(q, k_pages, v_pages, step.decode_tables, step.decode_kv_lens)
 
 
-def prefill_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
-    """Attention of the prompt chunks; undefined for decoding tokens and padding."""
-    return step.kernels.prefill_attention(q, k_pages, v_pages, step.block_tables, step.kv_lens, step.q_starts, step.q_lens)
+def prefill_attention(
+    step: StepInputs, q: Array, k_pages: Array, v_pages: Array, decoded: Float[Array, "T K G H"] | None = None
+) -> Float[Array, "T K G H"]:
+    """Attention of the prompt chunks; undefined for decoding tokens and padding.
 
-
-def merge_attention(step: StepInputs, decoded: Array, prefilled: Array) -> Float[Array, "T K G H"]:
-    """Each token's attention from the kernel that served it, for a range in which both kinds may occur."""
-    return jnp.where(step.is_decode[:, None, None, None], decoded, prefilled)
+    In a range in which both kinds may occur the other tokens' is as in `decoded`, into which it is written.
+    """
+    rows = step.block_tables, step.kv_lens, step.q_starts, step.q_lens
+    return step.kernels.prefill_attention(q, k_pages, v_pages, *rows, out=decoded)
 
 
 def o_proj(
@@ -243,7 +240,9 @@ OPERATIONS: dict[str, Operation] = {
     "prefill_attention": Operation(
         ("q", "k_pages", "v_pages"), ("prefilled",), lambda c, s, l, q, k, v: (prefill_attention(s, q, k, v),)
     ),
-    "merge_attention": Operation(("decoded", "prefilled"), ("attended",), lambda c, s, l, d, p: (merge_attention(s, d, p),)),
+    "prefill_attention_into_decoded": Operation(
+        ("q", "k_pages", "v_pages", "decoded"), ("attended",), lambda c, s, l, q, k, v, d: (prefill_attention(s, q, k, v, d),)
+    ),
     "attention_all_gather": Operation(("attended",), ("attended",), lambda c, s, l, a: (all_gather(a, axis=1),)),
     "o_proj": Operation(("attended",), ("o",), lambda c, s, l, a: (o_proj(s, l, a),)),
     "o_proj_residual": Operation(("attended", "x"), ("x",), lambda c, s, l, a, x: (o_proj(s, l, a, residual=x),)),
@@ -269,7 +268,7 @@ def layer_operations(config: ModelConfig, layout: ParallelLayout, *, reduce_in_g
     With `reduce_in_gemm` the GEMMs in front of an all-reduce sum over the ranks themselves.
     """
     attention = (
-        "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention", "merge_attention",
+        "attention_norm", "qkv_proj", "append_kv", "decode_attention", "prefill_attention_into_decoded",
     )  # fmt: skip
     if layout.tp_size == 1:  # nothing to reduce, so the GEMM adds the residual
         output: tuple[str, ...] = ("o_proj_residual",)

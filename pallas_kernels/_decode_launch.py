@@ -1,7 +1,6 @@
 """The pieces from which a launch of decode attention is put together: operands, results, scratch, and what one CTA does."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ def _query_tiles(q: Array, plan: Plan) -> Array:
 
     A tile holds the queries of one head or of several whole heads. The columns of other heads are computed along and dropped.
     """
-    q = _pad(q, 2, plan.columns_per_head - plan.group).reshape(-1, plan.head_dim)
+    q = _pad(q[: plan.rows], 2, plan.columns_per_head - plan.group).reshape(-1, plan.head_dim)
     return _pad(q, 0, -q.shape[0] % _COLUMNS).reshape(-1, _COLUMNS, plan.head_dim)
 
 
@@ -60,10 +59,10 @@ def _pad(x: Array, axis: int, count: int) -> Array:
 
 
 def results(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `attend` writes: the output but for items that were cut, and the parts of those."""
+    """What `attend` writes: the output but for items that were cut and tokens of no row, and the parts of those items."""
     workers = plan.num_workers
     return (
-        jax.ShapeDtypeStruct((plan.rows * plan.kv_heads * plan.group, plan.head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((plan.tokens * plan.kv_heads * plan.group, plan.head_dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((workers, 2), jnp.int32),
         jax.ShapeDtypeStruct((2 * workers, _COLUMNS), jnp.float32),
         jax.ShapeDtypeStruct((2 * workers, _COLUMNS), jnp.float32),
@@ -111,7 +110,7 @@ def _attend(
     v_gmem: Any,
     tables_gmem: Any,  # [B, pages]
     lens_gmem: Any,  # [B rounded up to 128]
-    out_gmem: Any,  # [B * K * G, H]
+    out_gmem: Any,  # [T * K * G, H]
     splits_gmem: Any,  # [workers, 2]: the item whose parts this worker's comes first of, or -1; the worker with the last part
     maxima_gmem: Any,  # [2 * workers, 8]: of the part at a worker's start and of the part at its end
     sums_gmem: Any,
@@ -147,17 +146,7 @@ def combine(kv_lens: Array, out: Array, *parts: Array, plan: Plan) -> Array:
         compiler_params=COMPILER_PARAMS,
         name="decode_attention_combine",
     )
-    return _update(out, functools.partial(kernel, kv_lens, *parts), plan)
-
-
-def _update(x: Array, f: Callable[[Any], Any], plan: Plan) -> Array:
-    """`x` after f(reference to it), in place."""
-    if plan.interpreted:  # up to jax 0.10 the interpreter wants to be told the memory space, which run_state cannot do
-        reference = jax.new_ref(x, memory_space=plgpu.GMEM)
-        f(reference)
-        return jax.freeze(reference)
-    # Leaves no reference behind that would keep the call from being placed on a stream.
-    return pl.run_state(f)(x)
+    return _mosaic.update(out, functools.partial(kernel, kv_lens, *parts), plan.interpreted)
 
 
 def launch_combine_early(plan: Plan) -> None:

@@ -40,6 +40,8 @@ class TuningConfig:
 class Plan:
     """Everything static about one launch."""
 
+    tokens: int
+    """Of queries and result; token i is row i's, and those behind the last row's are left alone."""
     rows: int
     kv_heads: int
     group: int

@@ -109,6 +109,17 @@ def for_each_warp(f: Callable[[Any], None], count: int, interpreted: bool) -> No
             f(warp)
 
 
+def update(x: jax.Array, kernel: Callable[[Any], Any], interpreted: bool) -> jax.Array:
+    """`x` after kernel(reference to it), in place."""
+    if interpreted:  # up to jax 0.10 the interpreter wants to be told the memory space, which run_state cannot do
+        reference = jax.new_ref(x, memory_space=plgpu.GMEM)
+        kernel(reference)
+        return jax.freeze(reference)
+    # Leaves no reference behind that would keep the call from being placed on a stream.
+    run: Any = pl.run_state(kernel)
+    return run(x)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -37,7 +37,7 @@ HEAD_SIZES = (64, 128)
 
 
 def decode_attention(
-    q: Float[Array, "B K G H"],
+    q: Float[Array, "T K G H"],
     k_pages: Float[Array, "P K page_size H"],
     v_pages: Float[Array, "P K page_size H"],
     block_tables: Int[Array, "B pages"],
@@ -45,10 +45,11 @@ def decode_attention(
     *,
     num_sms: int,
     config: TuningConfig | None = None,
-) -> Float[Array, "B K G H"]:
+) -> Float[Array, "T K G H"]:
     """Attention of one query token per row over the first `kv_lens[row]` tokens of its pages; scores are scaled by H^-1/2.
 
-    Rows with kv_len 0 return zeros and cost nothing, wherever they are. Results are the same bits on every run, and differ
+    Token i is row i's; tokens behind the B rows are left undefined. Rows with kv_len 0 return zeros and cost nothing, wherever
+    they are. Results are the same bits on every run, and differ
     between values of `num_sms` only by rounding. Groups of 3, 5, 6 or 7 queries cost a copy of q.
 
     Raises:
@@ -57,7 +58,7 @@ def decode_attention(
       NotImplementedError: dtype, head size, group or page size outside the limits in the module's docstring.
     """
     plan = make_plan("decode_attention", q, k_pages, v_pages, block_tables, kv_lens, num_sms=num_sms, config=config)
-    if q.size == 0:
+    if q.size * plan.rows == 0:
         return jnp.zeros_like(q)
     return _run(q, k_pages, v_pages, block_tables, kv_lens, plan=plan)
 
@@ -102,9 +103,10 @@ def make_plan(
     """What is static about attention to these arrays on `num_sms` SMs in `kernel`; raises as `decode_attention`."""
     _check(q, k_pages, v_pages, block_tables, kv_lens)
     device = _mosaic.require_hopper(kernel, num_sms)
-    B, K, G, H = q.shape
+    T, K, G, H = q.shape
     return Plan(
-        rows=B,
+        tokens=T,
+        rows=kv_lens.shape[0],
         kv_heads=K,
         group=G,
         columns_per_head=1 << (G - 1).bit_length(),
@@ -117,10 +119,10 @@ def make_plan(
 
 
 def _check(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, kv_lens: Array) -> None:
-    B, K, G, H = q.shape
+    T, K, G, H = q.shape
     if k_pages.shape != v_pages.shape or k_pages.shape[1] != K or k_pages.shape[3] != H:
         raise ValueError(f"{k_pages.shape=} and {v_pages.shape=} do not fit {q.shape=}")
-    if block_tables.shape[0] != B or kv_lens.shape != (B,):
+    if kv_lens.shape != block_tables.shape[:1] or kv_lens.shape[0] > T:
         raise ValueError(f"{block_tables.shape=} and {kv_lens.shape=} do not fit {q.shape=}")
     if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
         raise NotImplementedError(f"decode_attention is for bfloat16, not {q.dtype=}, {k_pages.dtype=}, {v_pages.dtype=}")

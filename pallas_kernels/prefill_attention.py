@@ -42,14 +42,16 @@ def prefill_attention(
     q_starts: Int[Array, " S"],
     q_lens: Int[Array, " S"],
     *,
+    out: Float[Array, "T K G H"] | None = None,
     num_sms: int,
     config: TuningConfig | None = None,
 ) -> Float[Array, "T K G H"]:
     """Attention of `q_lens[s]` tokens from `q_starts[s]` on, the last tokens of a sequence of `kv_lens[s]`, for every row s.
 
     Query j of row s has position kv_lens[s] - q_lens[s] + j and sees the positions up to its own; scores are scaled by H^-1/2.
-    Rows with q_len 0 cost nothing. Tokens that no row covers are left undefined. Every result is the same bits on every run and
-    for every `num_sms`.
+    Rows with q_len 0 cost nothing. Tokens that no row covers are left as `out` has them, which is updated in place where it is
+    a temporary of the surrounding computation, or undefined without. Every result is the same bits on every run and for every
+    `num_sms`.
 
     Raises:
       UnsupportedDeviceError: the device is no Hopper GPU.
@@ -57,10 +59,10 @@ def prefill_attention(
       NotImplementedError: dtype, head size, group or page size outside the limits in the module's docstring.
     """
     T, K, G, H = q.shape
-    _check(q, k_pages, v_pages, block_tables, (kv_lens, q_starts, q_lens))
+    _check(q, k_pages, v_pages, block_tables, (kv_lens, q_starts, q_lens), out)
     device = _mosaic.require_hopper("prefill_attention", num_sms)
     if T * K * q_lens.shape[0] == 0:
-        return jnp.zeros_like(q)
+        return jnp.zeros_like(q) if out is None else out
     plan = Plan(
         tokens=T,
         rows=q_lens.shape[0],
@@ -72,7 +74,7 @@ def prefill_attention(
         interpreted=device.interpreted,
         config=config or TuningConfig(),
     )
-    return _run(q, k_pages, v_pages, block_tables, kv_lens, q_starts, q_lens, plan=plan)
+    return _run(q, k_pages, v_pages, block_tables, kv_lens, q_starts, q_lens, out, plan=plan)
 
 
 # Jitted so that every layer's call is the same traced kernel, which is lowered and compiled once; inlined because XLA cannot
@@ -86,21 +88,31 @@ def _run(
     kv_lens: Array,
     q_starts: Array,
     q_lens: Array,
+    out: Array | None,
     *,
     plan: Plan,
 ) -> Array:
     k_flat, v_flat = (pages.reshape(-1, *pages.shape[2:]) for pages in (k_pages, v_pages))
     whole = jnp.pad(q_lens, (0, -q_lens.shape[0] % _mosaic.WARPGROUP))
     rows = q.reshape(-1, plan.head_dim)
-    return _launch(plan)(rows, k_flat, v_flat, block_tables, kv_lens, q_starts, whole).reshape(q.shape)
+    inputs = rows, k_flat, v_flat, block_tables, kv_lens, q_starts, whole
+    if out is None:
+        result = _launch(plan, jax.ShapeDtypeStruct(rows.shape, rows.dtype))(*inputs)
+    else:
+        result = _mosaic.update(out.reshape(rows.shape), functools.partial(_launch(plan, ()), *inputs), plan.interpreted)
+    return result.reshape(q.shape)
 
 
-def _check(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, per_row: tuple[Array, ...]) -> None:
+def _check(
+    q: Array, k_pages: Array, v_pages: Array, block_tables: Array, per_row: tuple[Array, ...], out: Array | None
+) -> None:
     _, K, G, H = q.shape
     if k_pages.shape != v_pages.shape or k_pages.shape[1] != K or k_pages.shape[3] != H:
         raise ValueError(f"{k_pages.shape=} and {v_pages.shape=} do not fit {q.shape=}")
     if any(x.shape != block_tables.shape[:1] for x in per_row):
         raise ValueError(f"{block_tables.shape=} does not fit the {[x.shape for x in per_row]} of kv_lens, q_starts and q_lens")
+    if out is not None and (out.shape, out.dtype) != (q.shape, q.dtype):
+        raise ValueError(f"{out.shape=}, {out.dtype=} are not those of {q.shape=}, {q.dtype=}")
     if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
         raise NotImplementedError(f"prefill_attention is for bfloat16, not {q.dtype=}, {k_pages.dtype=}, {v_pages.dtype=}")
     if H not in HEAD_SIZES or k_pages.shape[2] not in PAGE_SIZES or not 1 <= G <= MAX_GROUP:
@@ -110,7 +122,8 @@ def _check(q: Array, k_pages: Array, v_pages: Array, block_tables: Array, per_ro
         )
 
 
-def _launch(plan: Plan) -> Any:
+def _launch(plan: Plan, out_type: Any) -> Any:
+    """The kernel, which takes a reference to the result as last argument where `out_type` is ()."""
     c, H = plan.config, plan.head_dim
     ring = (c.stages, c.kv_tile, H)
     scratch = {
@@ -131,14 +144,17 @@ def _launch(plan: Plan) -> Any:
     def body(*refs: Any) -> None:
         pl.run_scoped(functools.partial(_prefill_kernel, *refs, plan=plan), collective_axes="wg", **scratch)
 
-    return plgpu.kernel(
+    return pl.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((plan.tokens * plan.kv_heads * plan.group, H), jnp.bfloat16),
-        grid=(plan.num_sms,),
-        grid_names=("sm",),
-        num_threads=WORKERS + 1,
-        thread_name="wg",
-        kernel_name="prefill_attention",
+        out_type=out_type,
+        mesh=plgpu.Mesh(
+            grid=(plan.num_sms,),
+            grid_names=("sm",),
+            num_threads=WORKERS + 1,
+            thread_name="wg",
+            kernel_name="prefill_attention",
+        ),
+        name="prefill_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the kernel orders shared memory by its own barriers

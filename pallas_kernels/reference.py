@@ -96,14 +96,14 @@ def _write_slots(pages: Array, rows: Array, *, page: Array, offset: Array) -> Ar
 
 
 def decode_attention(
-    q: Float[Array, "B K G H"],
+    q: Float[Array, "T K G H"],
     k_pages: Float[Array, "P K page_size H"],
     v_pages: Float[Array, "P K page_size H"],
     block_tables: Int[Array, "B pages"],
     kv_lens: Int[Array, " B"],
-) -> Float[Array, "B K G H"]:
-    """Attention of one query token per row over its pages; rows with kv_len 0 return zeros."""
-    B = q.shape[0]
+) -> Float[Array, "T K G H"]:
+    """Attention of one query token per row over its pages; rows with kv_len 0 and tokens behind the rows return zeros."""
+    B = kv_lens.shape[0]
     rows = ((0, -B % _DECODE_ROWS), (0, 0))
     tables = jnp.pad(_whole_chunks(block_tables, k_pages.shape[2]), rows)
     last = jnp.pad(kv_lens - 1, rows[:1], constant_values=-1)
@@ -116,7 +116,7 @@ def decode_attention(
         return lax.dynamic_update_slice_in_dim(out, result[:, 0], first, 0)
 
     blocks = (_used(last >= 0) + _DECODE_ROWS - 1) // _DECODE_ROWS
-    return lax.fori_loop(0, blocks, attend, jnp.zeros_like(padded))[:B]
+    return lax.fori_loop(0, blocks, attend, jnp.zeros_like(padded))[: q.shape[0]]
 
 
 def prefill_attention(
@@ -127,15 +127,18 @@ def prefill_attention(
     kv_lens: Int[Array, " S"],
     q_starts: Int[Array, " S"],
     q_lens: Int[Array, " S"],
+    *,
+    out: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
     """Causal attention of ragged chunks whose keys, this step's included, are in the cache.
 
-    Query j of row s is token q_starts[s] + j and has position kv_lens[s] - q_lens[s] + j. Tokens of no row return zeros.
+    Query j of row s is token q_starts[s] + j and has position kv_lens[s] - q_lens[s] + j. Tokens of no row keep what
+    `out` has for them, or are zero.
     """
     tables = _whole_chunks(block_tables, k_pages.shape[2])
     T = q.shape[0]
     # Room behind the last token, so that a tile that begins near the end is not shifted by the slice's clamping.
-    padded = jnp.pad(q, ((0, _QUERY_TILE), (0, 0), (0, 0), (0, 0)))
+    padded, before = (_room_behind(x) for x in (q, jnp.zeros_like(q) if out is None else out))
     lane = jnp.arange(_QUERY_TILE, dtype=jnp.int32)
 
     def row_body(row: Array, out: Array) -> Array:
@@ -152,7 +155,11 @@ def prefill_attention(
 
         return lax.fori_loop(0, (q_lens[row] + _QUERY_TILE - 1) // _QUERY_TILE, tile_body, out)
 
-    return lax.fori_loop(0, _used(q_lens > 0), row_body, jnp.zeros_like(padded))[:T]
+    return lax.fori_loop(0, _used(q_lens > 0), row_body, before)[:T]
+
+
+def _room_behind(x: Array) -> Array:
+    return jnp.pad(x, ((0, _QUERY_TILE), (0, 0), (0, 0), (0, 0)))
 
 
 def _used(rows: Array) -> Array:

@@ -58,8 +58,10 @@ Expected = dict[str, list[Label]]
 def sequential_kernels(config: ModelConfig, layout: ParallelLayout, *, reduce_in_gemm: bool = False) -> Expected:
     """What a sequential step launches."""
     names = layer_operations(config, layout, reduce_in_gemm=reduce_in_gemm)
-    # On one rank the projections add the residual, too.
-    operations = [name.removesuffix("_residual").replace("_proj_all_reduce", "_proj") for name in names]
+    # On one rank the projections add the residual, too; attention of both kinds has one result.
+    operations = [
+        name.removesuffix("_residual").removesuffix("_into_decoded").replace("_proj_all_reduce", "_proj") for name in names
+    ]
     reduced = {operation for name, operation in zip(names, operations, strict=True) if name == f"{operation}_all_reduce"}
     return _expected([Label(name, layer) for layer in range(config.num_layers) for name in operations], reduced)
 

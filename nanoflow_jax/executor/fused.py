@@ -96,7 +96,7 @@ class SplitAttention:
         if not self._operands:
             return ()
         q, k_pages, v_pages, block_tables, kv_lens = self._operands
-        rows = slice(round(part.first * q.shape[0]), round(part.last * q.shape[0]))
+        rows = slice(round(part.first * kv_lens.shape[0]), round(part.last * kv_lens.shape[0]))
         return (q[rows], k_pages, v_pages, block_tables[rows], kv_lens[rows]) if rows.start < rows.stop else ()
 
     def take(self, attended: Array) -> None:
@@ -107,7 +107,9 @@ class SplitAttention:
         """What the nano-operation writes, once all rows are computed."""
         if not self._operands:
             return self._apply(self._kernels)
-        attended = self._pieces[0] if len(self._pieces) == 1 else jnp.concatenate(self._pieces)
+        q, *_, kv_lens = self._operands
+        of_no_row = [jnp.zeros_like(q[kv_lens.shape[0] :])] if kv_lens.shape[0] < q.shape[0] else []
+        attended = _joined([*self._pieces, *of_no_row])
         return self._apply(dataclasses.replace(self._kernels, decode_attention=lambda *_: attended))
 
 

@@ -37,7 +37,7 @@ from nanoflow_jax.parallel import ParallelLayout
 from nanoflow_jax.plan import NanoBatch, PipelinePlan, Resource, plan_graph
 
 _POOL = ("k_pages", "v_pages")
-# A plan gives decoding and prompt tokens ranges of their own, so their attention needs no merge.
+# A plan gives decoding and prompt tokens ranges of their own, each with a result of its own.
 _RENAMED = {"decoded": "attended", "prefilled": "attended"}
 
 Values = dict[str, Array]

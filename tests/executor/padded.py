@@ -30,8 +30,13 @@ def leaving_undefined(value: Array | float, told_rows: Callable[[bool], None] = 
     def grouped_gemm(x: Array, w: Array, group_sizes: Array, *, swiglu: bool = False) -> Array:
         return fill(reference.grouped_gemm(x, w, group_sizes, swiglu=swiglu), count(x) < group_sizes.sum())
 
-    def prefill_attention(q: Array, *operands: Array) -> Array:
+    def decode_attention(q: Array, *operands: Array) -> Array:
+        return fill(reference.decode_attention(q, *operands), count(q) < operands[-1].shape[0])
+
+    def prefill_attention(q: Array, *operands: Array, out: Array | None = None) -> Array:
         *_, q_starts, q_lens = operands
+        if out is not None:
+            return reference.prefill_attention(q, *operands, out=out)
         token = count(q)[:, None]
         covered = (token >= q_starts[None]) & (token < (q_starts + q_lens)[None])
         return fill(reference.prefill_attention(q, *operands), covered.any(axis=1))
@@ -40,7 +45,7 @@ def leaving_undefined(value: Array | float, told_rows: Callable[[bool], None] = 
         gemm=gemm,
         grouped_gemm=grouped_gemm,
         append_kv=REFERENCE.append_kv,
-        decode_attention=REFERENCE.decode_attention,
+        decode_attention=decode_attention,
         prefill_attention=prefill_attention,
         gemm_all_reduce=REFERENCE.gemm_all_reduce,
         gemm_with_decode_attention=REFERENCE.gemm_with_decode_attention,

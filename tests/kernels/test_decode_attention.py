@@ -44,6 +44,16 @@ def test_matches_reference(kv_lens, K, G, H, page_size, num_sms, config):
     paged.assert_close(_interpret(inputs, num_sms, config), reference.decode_attention(*inputs))
 
 
+def test_tokens_behind_the_rows_are_no_concern_of_it():
+    """They may hold anything."""
+    inputs = _inputs([70, 3], 1, 3, 64, 32)
+    more = jnp.concatenate([inputs[0], jnp.full((5, *inputs[0].shape[1:]), jnp.nan, jnp.bfloat16)])
+    found = _interpret((more, *inputs[1:]), 2, _SMALL)
+    assert found.shape == more.shape
+    np.testing.assert_array_equal(found[:2], _interpret(inputs, 2, _SMALL))
+    paged.assert_close(reference.decode_attention(more, *inputs[1:])[:2], reference.decode_attention(*inputs))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_sms", [1, 2, 3])

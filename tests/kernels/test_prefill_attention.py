@@ -48,6 +48,18 @@ def test_matches_reference(chunks, K, G, H, page_size, num_sms, config):
     paged.assert_close(_interpret(inputs, num_sms, config), reference.prefill_attention(*inputs)[_LEAD:])
 
 
+def test_writes_into_what_is_there_and_nothing_else():
+    inputs = _inputs([(0, 5), (3, 0), (20, 9)], 1, 4, 64, 16)
+    before = jax.random.normal(jax.random.key(1), inputs[0].shape, jnp.bfloat16)
+    wanted = np.asarray(_interpret(inputs, 2, _SMALL))
+    with interpreted():
+        run = jax.jit(lambda out: prefill_attention(*inputs, out=out, num_sms=2, config=_SMALL))
+        found = np.asarray(run(before))
+    np.testing.assert_array_equal(found[_LEAD:], wanted)
+    np.testing.assert_array_equal(found[:_LEAD], before[:_LEAD])
+    paged.assert_close(found, reference.prefill_attention(*inputs, out=before))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_sms", [1, 2, 3])
@@ -71,20 +83,26 @@ def test_refuses_what_it_cannot_do():
         prefill_attention(q, k, v, tables, kv_lens, q_starts, q_lens[:0], num_sms=1)
     with pytest.raises(NotImplementedError, match="group 17"):
         prefill_attention(jnp.zeros((5, 1, 17, 64), jnp.bfloat16), *inputs[1:], num_sms=1)
+    with pytest.raises(ValueError, match="out"):
+        prefill_attention(*inputs, out=q[1:], num_sms=1)
     with pytest.raises(ValueError, match="kv_tile"):
         TuningConfig(kv_tile=96)
 
 
 def aot_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    def case(T: int, S: int, K: int, G: int, H: int, page_size: int) -> tuple[Any, tuple[Any, ...]]:
+    def case(T: int, S: int, K: int, G: int, H: int, page_size: int, into: bool = False) -> tuple[Any, tuple[Any, ...]]:
         pages = jax.ShapeDtypeStruct((4096, K, page_size, H), jnp.bfloat16)
         row = jax.ShapeDtypeStruct((S,), jnp.int32)
         tables = jax.ShapeDtypeStruct((S, 64), jnp.int32)
         q = jax.ShapeDtypeStruct((T, K, G, H), jnp.bfloat16)
-        return functools.partial(prefill_attention, num_sms=132), (q, pages, pages, tables, row, row, row)
+        operands = (q, pages, pages, tables, row, row, row)
+        if into:
+            return lambda *operands: prefill_attention(*operands[:-1], out=operands[-1], num_sms=132), (*operands, q)
+        return functools.partial(prefill_attention, num_sms=132), operands
 
     return {
         "llama-3-8b": case(2048, 1000, 8, 4, 128, 64),
+        "llama-3-8b into": case(2048, 1000, 8, 4, 128, 64, into=True),
         "llama-3-70b-tp8": case(2048, 128, 1, 8, 128, 16),
         "smollm2": case(100, 3, 3, 3, 64, 16),
     }
@@ -114,6 +132,15 @@ def test_gpu_ragged_batch_matches_reference_and_is_the_same_for_any_num_sms(K, G
     paged.assert_close(results[0], np.asarray(jax.jit(reference.prefill_attention)(*inputs))[_LEAD:])
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.gpu
+def test_gpu_writes_into_what_is_there_and_nothing_else():
+    inputs = _inputs([(0, 5), (300, 0), (200, 700)], 8, 4, 128, 64)
+    before = jax.random.normal(jax.random.key(1), inputs[0].shape, jnp.bfloat16)
+    found = np.asarray(jax.jit(lambda *x, out: prefill_attention(*x, out=out, num_sms=132))(*inputs, out=before))
+    np.testing.assert_array_equal(found[_LEAD:], _on_gpu(inputs, 132))
+    np.testing.assert_array_equal(found[:_LEAD], np.asarray(before)[:_LEAD])
 
 
 @pytest.mark.gpu
