@@ -13,6 +13,7 @@ from nanoflow_jax.plan import NanoOperation, PipelinePlan, Resource, edges, unro
 
 # Kernels drain and new ones start at a phase's end.
 BARRIER_US = 3.0
+_ROUNDING_US = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,12 @@ def group(plan: PipelinePlan, num_layers: int) -> list[Phase]:
     """Phases in order; operations within a phase in the plan's order.
 
     A phase must not hold an operation that needs a result of another resource's chain in it, or keys and values that it writes
-    (the pool is written at a phase's end). Of all ways to cut the plan's order into such phases, this is one in which they take
-    the least time altogether, each as long as its longest chain and BARRIER_US.
+    (the pool is written at a phase's end); nor one for which SMs of another must be free that the plan has end before it, for
+    budgets only hold while what runs together was meant to. Of all ways to cut the plan's order into such phases, this is one
+    in which they take the least time altogether, each as long as its longest chain and BARRIER_US.
     """
     order = list(in_order(plan, num_layers))
-    blockers = _last_blockers(order, _needs(plan))
+    blockers = _last_blockers(order, _needs(plan), plan.num_sms)
     best: list[tuple[float, int]] = [(0.0, 0)]  # of the first n operations: time, start of the last phase
     for stop in range(1, len(order) + 1):
         chains = dict.fromkeys(Resource, 0.0)
@@ -80,16 +82,28 @@ def _needs(plan: PipelinePlan) -> Needs:
     return needs
 
 
-def _last_blockers(order: Sequence[Placed], needs: Needs) -> list[int]:
+def _last_blockers(order: Sequence[Placed], needs: Needs, num_sms: int) -> list[int]:
     """For each operation, the index of the last one before it that it cannot share a phase with; -1 if there is none."""
     index_of = {placed.key: index for index, placed in enumerate(order)}
     blockers = []
     for placed in order:
         wanted = needs.get((placed.nano.operation, placed.nano.nano_batch), ())
         indices = [index_of.get((placed.layer - previous_layer, *producer), -1) for producer, previous_layer in wanted]
-        blockers.append(max((i for i in indices if i >= 0 and _blocks(order[i], placed)), default=-1))
+        blocking = [i for i in indices if i >= 0 and _blocks(order[i], placed)]
+        for i in range(len(blockers) - 1, max(blocking, default=-1), -1):
+            if _wants_sms_of(placed, order[i], num_sms):
+                blocking.append(i)
+                break
+        blockers.append(max(blocking, default=-1))
     return blockers
 
 
 def _blocks(producer: Placed, consumer: Placed) -> bool:
     return producer.nano.resource != consumer.nano.resource or producer.nano.operation == "qkv_proj"
+
+
+def _wants_sms_of(placed: Placed, before: Placed, num_sms: int) -> bool:
+    """Whether the plan lets `placed` start when `before`, of another resource, has ended, and both do not fit the device."""
+    if placed.nano.resource is before.nano.resource or placed.nano.num_sms + before.nano.num_sms <= num_sms:
+        return False
+    return before.end_us <= placed.start_us + _ROUNDING_US

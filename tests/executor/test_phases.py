@@ -1,17 +1,20 @@
 """Phases: every operation once and in order, nothing waits for another chain of its phase, and no cheaper cut exists."""
 
 import itertools
+from importlib import resources
 
 import numpy as np
 import pytest
 
 from nanoflow_jax.executor.phases import BARRIER_US, Phase, Placed, group, in_order
 from nanoflow_jax.plan import Resource, edges
+from nanoflow_jax.plan_files import decode_plan_set
 from tests.executor.plans import random_plan
 
 
 def conflicts(phase: Phase, plan) -> bool:
-    """Whether a member needs what another chain, or a write of the pool, of the same phase gives; from the plan's own edges."""
+    """Whether a member needs what another chain, or a write of the pool, of the same phase gives, from the plan's own edges, or
+    SMs that another had before it."""
     members = {placed.key: placed for placed in phase}
     for producer, consumer, previous_layer in edges(plan):
         for placed in phase:
@@ -20,7 +23,11 @@ def conflicts(phase: Phase, plan) -> bool:
             other = members.get((placed.layer - previous_layer, producer.operation, producer.nano_batch))
             if other and (other.nano.resource != placed.nano.resource or other.nano.operation == "qkv_proj"):
                 return True
-    return False
+    return any(
+        one.nano.num_sms + other.nano.num_sms > plan.num_sms and one.nano.resource != other.nano.resource
+        for one, other in itertools.combinations(sorted(phase, key=lambda placed: placed.start_us), 2)
+        if one.end_us <= other.start_us + 1e-3
+    )
 
 
 def time_us(phase: Phase | list[Placed]) -> float:
@@ -44,3 +51,15 @@ def test_no_other_cut_is_cheaper(seed: int) -> None:
         if total < least and not any(conflicts(part, plan) for part in parts):
             least = total
     assert sum(time_us(phase) for phase in phases) == pytest.approx(least, rel=1e-4)
+
+
+def test_kernels_on_all_sms_are_alone() -> None:
+    """Beside attention that the plan has end first, or begin later, they would find fewer SMs than they have CTAs."""
+    plans = decode_plan_set((resources.files("nanoflow_jax") / "plans/h200-llama3-8b-tp1.json").read_bytes()).plans
+    found = 0
+    for plan in plans:
+        for phase in group(plan, 4):
+            whole = [placed for placed in phase if placed.nano.num_sms == plan.num_sms]
+            found += len(whole)
+            assert not whole or len({placed.nano.resource for placed in phase}) == 1
+    assert found

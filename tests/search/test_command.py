@@ -130,7 +130,7 @@ def test_a_plan_of_any_decoding_tokens_is_replayed(capsys: pytest.CaptureFixture
     replayed, _ = _run(capsys, "simulate", mixed, "--workload", "512:1024")
     assert (replayed["plans"][0]["b_dense"], replayed["plans"][0]["decode_tokens"]) == (1024, 512)
     assert replayed["plans"][0]["replayed_us"] == pytest.approx(replayed["plans"][0]["period_us"])
-    decoding = _hand(tmp_path / "decoding.json", 1024, "512:1024", "--decode-tokens", "1024")
+    decoding = _hand(tmp_path / "decoding.json", 1024, "512:512", "--decode-tokens", "1024")
     replayed, _ = _run(capsys, "simulate", decoding)
     assert replayed["plans"][0]["replayed_us"] == pytest.approx(replayed["plans"][0]["period_us"])
     for workload, message in (([], "none is given"), (["--workload", "512:512"], "512:512 has 768.0")):
