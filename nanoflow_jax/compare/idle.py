@@ -10,6 +10,8 @@ from nanoflow_jax.compare.trace import Event, by_device, length, merged
 # Kernels of one step follow each other within a few microseconds; a longer gap is the host's, mostly between steps.
 _LONG_GAP_NS = 10_000.0
 _KINDS_NAMED = 3
+# CUPTI's names of copies and fills.
+_COPIES = ("Memcpy", "Memset")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,9 @@ class Gaps:
 class Idle:
     """Of the time from the first kernel traced to the end of the last, mean over GPUs.
 
+    Copies before the first kernel do not count. A step that was launched before the trace began is not in it, and may go on
+    while the batch of the step after it is already copied.
+
     Attributes:
       seconds: that time.
       idle: share in which no kernel and no copy ran.
@@ -40,10 +45,14 @@ class Idle:
 
 
 def idle_time(events: Sequence[Event]) -> Idle:
-    """Raises ValueError: there are no events."""
+    """Raises ValueError: there are no kernels."""
     spans, idle, long_gaps = [], [], []
     kinds: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for own in by_device(events).values():
+    for of_device in by_device(events).values():
+        begin = min((event.start_ns for event in of_device if not event.name.startswith(_COPIES)), default=None)
+        own = [event for event in of_device if begin is not None and event.start_ns >= begin]
+        if not own:
+            continue
         busy = merged((event.start_ns, event.end_ns) for event in own)
         starting, ending = {event.start_ns: event.name for event in own}, {event.end_ns: event.name for event in own}
         span = busy[-1][1] - busy[0][0]
@@ -54,7 +63,7 @@ def idle_time(events: Sequence[Event]) -> Idle:
         for start, end in gaps:
             kinds[ending[start], starting[end]].append(1e-9 * (end - start))
     if not spans:
-        raise ValueError("no events to look at")
+        raise ValueError("no kernels to look at")
     count = len(spans)
     named = sorted((Gaps(*pair, len(each), sum(each)) for pair, each in kinds.items()), key=lambda kind: -kind.seconds)
     return Idle(1e-9 * sum(spans) / count, sum(idle) / count, sum(long_gaps) / count, tuple(named[:_KINDS_NAMED]))

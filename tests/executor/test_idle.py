@@ -43,7 +43,7 @@ def test_another_stream_fills_gaps_and_devices_are_averaged() -> None:
     assert idle_time([*sparse, *beside]).idle == 0
     both = idle_time([*sparse, *_events(1, 0.0, [(200, 0)])])
     assert both.idle == pytest.approx(0.25)
-    with pytest.raises(ValueError, match="no events"):
+    with pytest.raises(ValueError, match="no kernels"):
         idle_time([])
 
 
@@ -65,6 +65,22 @@ def test_long_gaps_are_told_by_what_they_lie_between() -> None:
     )
     line = _idle_lines(dataclasses.asdict(found))[2]
     assert line.strip() == "3 gaps of 30 us between layers and sample"
+
+
+def test_copies_while_a_step_from_before_the_trace_goes_on_are_no_gap() -> None:
+    def event(name: str, start: float, duration: float) -> Event:
+        return Event(0, "Stream #1", name, 1e3 * start, 1e3 * duration)
+
+    copy = event("MemcpyH2D", 0, 5)
+    kernels = [event("layers", 9000, 50), event("MemcpyH2D", 9060, 40), event("layers", 9120, 80)]
+    found = idle_time([copy, *kernels])
+    assert found == idle_time(kernels)
+    assert (found.seconds, found.gaps) == (
+        pytest.approx(200e-6),
+        (Gaps("MemcpyH2D", "layers", 1, pytest.approx(20e-6)), Gaps("layers", "MemcpyH2D", 1, pytest.approx(10e-6))),
+    )
+    with pytest.raises(ValueError, match="no kernels"):
+        idle_time([copy])
 
 
 def test_the_profiler_runs_for_the_steps_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
