@@ -38,7 +38,7 @@ from nanoflow_jax.config import PRESETS
 from nanoflow_jax.executor.runner import RunnerConfig
 from nanoflow_jax.executor.step import ExecutionMode
 from nanoflow_jax.kernels import KernelChoice
-from nanoflow_jax.kv_cache import CLAIMED_MEMORY, claim_device_memory, free_device_bytes
+from nanoflow_jax.kv_cache import claim_device_memory, free_device_bytes
 from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.plan_files import read_plans
 from nanoflow_jax.runtime import multi_round
@@ -54,7 +54,7 @@ from nanoflow_jax.runtime.step_tables import print_shares, print_table
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
-    claim_device_memory(CLAIMED_MEMORY)
+    claim_device_memory(args.tp_size)
     conversations = multi_round.draw_lengths(args) if args.workload == "multi-round" else []
     longest = max(each.total for each in conversations) if conversations else args.input + args.output
     if args.model in PRESETS and longest > PRESETS[args.model].max_context:
@@ -107,6 +107,7 @@ def load(args: argparse.Namespace, max_context: int) -> LLM:
             **sizes_for(args, plans, free_device_bytes(jax.devices()[0])),
             step_sizes=args.step_sizes,
             num_pages=args.num_pages,
+            memory_fraction=args.memory_fraction,
             max_context=max_context,
             mode=args.mode,
             plans=plans,
@@ -328,6 +329,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--page-size", type=int, help=f"tokens per KV page (default {defaults.page_size}, on a GPU {on_gpu['page_size']})"
     )
     parser.add_argument("--num-pages", type=int, help="size of the KV pool (default: from free memory)")
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=defaults.memory_fraction,
+        help="share of free device memory for the KV pool (default %(default)s)",
+    )
     parser.add_argument("--max-context", type=int, help="prompt plus output tokens (default: what the workload needs)")
     parser.add_argument(
         "--mode",

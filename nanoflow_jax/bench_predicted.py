@@ -34,7 +34,7 @@ from nanoflow_jax.bench import make_requests, run, sizes_for
 from nanoflow_jax.compare.searched import SearchError
 from nanoflow_jax.config import ModelConfig, preset
 from nanoflow_jax.executor.runner import RunnerConfig, step_shapes
-from nanoflow_jax.kv_cache import CLAIMED_MEMORY, DUMMY_PAGE, page_bytes, pages_that_fit, rounded_pages, step_bytes
+from nanoflow_jax.kv_cache import DUMMY_PAGE, claimed_memory, page_bytes, pages_that_fit, rounded_pages, step_bytes
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import TILE, PlanSet, period_of_batch_us
 from nanoflow_jax.plan_files import read_plans
@@ -98,7 +98,7 @@ def predict(args: argparse.Namespace) -> dict:
     if plans is not None:
         _check_plans(plans, model, args)
     memory_bytes = price([]).memory_bytes if args.device_memory_gb is None else 1e9 * args.device_memory_gb
-    claimed = int(CLAIMED_MEMORY * memory_bytes)
+    claimed = int(claimed_memory(args.tp_size) * memory_bytes)
     sizes = sizes_for(args, plans, claimed)
     options = RunnerConfig(
         b_dense=sizes["b_dense"],

@@ -12,7 +12,7 @@ import jax
 from tqdm import tqdm
 
 from nanoflow_jax.checkpoints import read_config
-from nanoflow_jax.kv_cache import CLAIMED_MEMORY, claim_device_memory
+from nanoflow_jax.kv_cache import claim_device_memory
 from nanoflow_jax.plan import PlanSet
 from nanoflow_jax.runtime.engine import Engine
 from nanoflow_jax.runtime.llm import LLM, ExecutionMode, RunnerConfig, TierOptions
@@ -57,7 +57,7 @@ def start_engine(options: EngineOptions) -> tuple[Engine, protocol.ModelDescript
     """Loads the model, makes the pool, compiles every step; progress goes to standard error. Errors are those of `LLM`."""
     if options.tp_size > 1:
         jax.config.update("jax_num_cpu_devices", options.tp_size)  # of no effect on other platforms
-    claim_device_memory(CLAIMED_MEMORY)
+    claim_device_memory(options.tp_size)
     dtype = options.dtype if options.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
     runner = runner_config(options, jax.devices()[0])
     _log.info("steps of up to %d tokens, mode %s", runner.b_dense, runner.mode)

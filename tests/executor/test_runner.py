@@ -142,8 +142,8 @@ def test_step_sizes() -> None:
     assert step_sizes(200, on_gpu=False) == [16, 32, 64, 128, 200]
     assert step_sizes(16, on_gpu=False) == [16]
     assert step_sizes(5, on_gpu=False) == [5]
-    assert step_sizes(2048, on_gpu=True) == [64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
-    assert step_sizes(2000, on_gpu=True) == [64, 128, 256, 384, 512, 768, 1024, 1536, 2000]
+    assert step_sizes(2048, on_gpu=True) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048]
+    assert step_sizes(2000, on_gpu=True) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2000]
     assert step_sizes(4000, on_gpu=True)[-3:] == [2048, 3072, 4000]
     assert step_sizes(48, on_gpu=True) == [48]
 
