@@ -41,6 +41,7 @@ class StepInputs:
     kv_lens: jax.Array  # int32[S], up to the range's last token of the row; never negative
     q_starts: jax.Array  # int32[S], within the range
     q_lens: jax.Array  # int32[S]; 0 for decoding rows and rows outside the range
+    with_kv: bool  # whether somebody reads keys and values by token
     kernels: Kernels
 
 
@@ -61,7 +62,13 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def step_inputs(
-    config: ModelConfig, batch: Batch, start: int = 0, stop: int | None = None, kernels: Kernels = REFERENCE
+    config: ModelConfig,
+    batch: Batch,
+    start: int = 0,
+    stop: int | None = None,
+    kernels: Kernels = REFERENCE,
+    *,
+    with_kv: bool = False,
 ) -> StepInputs:
     """The inputs for tokens [start, stop) of the batch, by default all; a prefill row's queries are clipped to the range."""
     shape = batch.shape
@@ -79,7 +86,7 @@ def step_inputs(
     slots = batch.slots[start:stop]
     return StepInputs(
         used_tokens=_one_past_last(slots >= 0),
-        slots=slots,
+        slots=jnp.maximum(slots, -1),  # computed, as a slice might not begin where kernels want it to
         cos=jnp.cos(angles),
         sin=jnp.sin(angles),
         decode_tables=batch.block_tables[decode_rows],
@@ -88,6 +95,7 @@ def step_inputs(
         kv_lens=jnp.maximum(batch.kv_lens - (batch.q_starts + batch.q_lens - last), 0),
         q_starts=first - start,
         q_lens=q_lens,
+        with_kv=with_kv,
         kernels=kernels,
     )
 
@@ -135,6 +143,12 @@ def qkv_proj(step: StepInputs, layer: DecoderLayer, h: Float[Array, "T D"]) -> F
     """Queries, key and value of each KV head, with the bias where the model has one."""
     bias = None if layer.qkv_bias is None else layer.qkv_bias[...]
     return step.kernels.gemm(h, layer.qkv_proj[...], bias=bias, rows=step.used_tokens)
+
+
+def append_kv(step: StepInputs, qkv: Float[Array, "T K G_plus_2 H"], k_pages: Array, v_pages: Array) -> tuple[Array, ...]:
+    """Rotated queries, each token's key and value (empty where nobody reads them), and the pages with these."""
+    tokens = step.cos, step.sin, step.slots
+    return step.kernels.append_kv(qkv, *tokens, k_pages, v_pages, rows=step.used_tokens, with_kv=step.with_kv)
 
 
 def decode_attention(step: StepInputs, q: Array, k_pages: Array, v_pages: Array) -> Float[Array, "T K G H"]:
@@ -232,7 +246,7 @@ OPERATIONS: dict[str, Operation] = {
     "append_kv": Operation(
         ("qkv", "k_pages", "v_pages"),
         ("q", "kv", "k_pages", "v_pages"),
-        lambda c, s, l, qkv, k, v: s.kernels.append_kv(qkv, s.cos, s.sin, s.slots, k, v),
+        lambda c, s, l, qkv, k, v: append_kv(s, qkv, k, v),
     ),
     "decode_attention": Operation(
         ("q", "k_pages", "v_pages"), ("decoded",), lambda c, s, l, q, k, v: (decode_attention(s, q, k, v),)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -263,3 +264,92 @@ def scatter(ref: Any, rows: jax.Array, x: jax.Array, axis: int, interpreted: boo
                     vector.store(value, ref, at) if axis == 0 else memref.store(value, ref, at)
 
     store(ref, rows, x)  # pyright: ignore[reportCallIssue] (the decorator passes its context)
+
+
+WIDE = 8
+"""Elements that `wide_load` and `wide_store` move at once for a thread: 16 bytes of bfloat16."""
+
+
+def wide_load(ref: Any, rows: jax.Array, columns: jax.Array, interpreted: bool) -> jax.Array:
+    """ref[rows[i], columns[i] : columns[i] + WIDE] one behind the other, [M * WIDE]; element i's are with thread i % 128.
+
+    `ref` [*, N] is in device memory; `rows`, `columns` are int32 [M] in `striped` layout. Rows and columns begin at multiples
+    of 16 bytes.
+    """
+    shape = (rows.shape[0] * WIDE,)
+    if interpreted:
+        return ref[...][rows[:, None], columns[:, None] + jnp.arange(WIDE, dtype=jnp.int32)[None]].reshape(shape)
+    layout, each = plgpu.Layout.WG_STRIDED(shape, vec_size=WIDE), striped(rows.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), each, each), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
+    )
+    def load(_, ref, rows, columns):
+        element = ir.MemRefType(ref.type).element_type
+        registers = np.empty(rows.registers.shape, dtype=object)
+        for i, at in enumerate(zip(rows.registers.flat, columns.registers.flat, strict=True)):
+            vector_type = ir.VectorType.get((WIDE,), element)
+            registers.flat[i] = vector.load(vector_type, ref, [_index(number) for number in at], alignment=16)
+        return type(rows)(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return load(ref, rows, columns)  # pyright: ignore[reportCallIssue] (the decorator passes its context)
+
+
+def wide_store(ref: Any, places: Sequence[jax.Array], parts: Sequence[tuple[jax.Array, jax.Array]], interpreted: bool) -> None:
+    """The counterpart of `wide_load`, for `parts` of (columns, elements) that lie in the same rows of `ref`.
+
+    `places` index all axes but the last. Where the first of them is negative nothing is stored.
+    """
+    if interpreted:
+
+        def put(i: Any, _: Any) -> None:
+            place = [jax.lax.dynamic_index_in_dim(axis, i, keepdims=False) for axis in places]
+
+            @pl.when(place[0] >= 0)
+            def _() -> None:
+                for columns, x in parts:
+                    column = jax.lax.dynamic_index_in_dim(columns, i, keepdims=False)
+                    ref[(*place, pl.ds(column, WIDE))] = jax.lax.dynamic_slice_in_dim(x, i * WIDE, WIDE)
+
+        jax.lax.fori_loop(0, places[0].shape[0], put, None)
+        return
+    each = striped(places[0].shape[0])
+    wide = plgpu.Layout.WG_STRIDED((places[0].shape[0] * WIDE,), vec_size=WIDE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[each] * len(places), *[each, wide] * len(parts)))
+    def store(_, ref, *arrays):
+        zero = mgpu_utils.c(0, ir.IntegerType.get_signless(32))
+        for registers in zip(*(array.registers.flat for array in arrays), strict=True):
+            place, part = registers[: len(places)], registers[len(places) :]
+            first = vector.extract(place[0], dynamic_position=[], static_position=[0])
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.sge, first, zero)):
+                # Every axis by an index of its own: an element's offset can pass 2^31.
+                for column, value in zip(part[::2], part[1::2], strict=True):
+                    vector.store(value, ref, [_index(number) for number in (*place, column)], alignment=16)
+
+    store(ref, *places, *[array for part in parts for array in part])  # pyright: ignore[reportCallIssue]
+
+
+def take(ref: Any, places: jax.Array, interpreted: bool) -> jax.Array:
+    """ref[places[i]] of an int32 array in device memory; `places` and the result are in `striped` layout."""
+    if interpreted:
+        return jnp.take(ref[...], places, axis=0)
+    each = striped(places.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), each), return_type=plgpu.ShapeDtypeStruct(places.shape, jnp.int32, layout=each)
+    )
+    def load(_, ref, places):
+        one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        registers = np.empty(places.registers.shape, dtype=object)
+        for i, place in enumerate(places.registers.flat):
+            registers.flat[i] = vector.load(one, ref, [_index(place)], alignment=4)
+        return type(places)(_registers=registers, _layout=places.layout, _is_signed=True)
+
+    return load(ref, places)  # pyright: ignore[reportCallIssue] (the decorator passes its context)
+
+
+def _index(register: Any) -> Any:
+    """The only element of an int32 register, which is not negative, as an index."""
+    number = vector.extract(register, dynamic_position=[], static_position=[0])
+    return arith.index_castui(ir.IndexType.get(), number)

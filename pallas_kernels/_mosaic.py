@@ -1,6 +1,7 @@
 """What every Mosaic GPU kernel here shares: which devices it may run on, shared-memory arithmetic and the launch."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -109,12 +110,12 @@ def for_each_warp(f: Callable[[Any], None], count: int, interpreted: bool) -> No
             f(warp)
 
 
-def update(x: jax.Array, kernel: Callable[[Any], Any], interpreted: bool) -> jax.Array:
-    """`x` after kernel(reference to it), in place."""
+def update(x: Any, kernel: Callable[[Any], Any], interpreted: bool) -> Any:
+    """The arrays `x`, one or a tree of them, after kernel(references to them), in place."""
     if interpreted:  # up to jax 0.10 the interpreter wants to be told the memory space, which run_state cannot do
-        reference = jax.new_ref(x, memory_space=plgpu.GMEM)
-        kernel(reference)
-        return jax.freeze(reference)
+        references = jax.tree.map(functools.partial(jax.new_ref, memory_space=plgpu.GMEM), x)
+        kernel(references)
+        return jax.tree.map(jax.freeze, references)
     # Leaves no reference behind that would keep the call from being placed on a stream.
     run: Any = pl.run_state(kernel)
     return run(x)

@@ -72,6 +72,9 @@ def append_kv(
     slots: Int[Array, " T"],
     k_pages: Float[Array, "P K page_size H"],
     v_pages: Float[Array, "P K page_size H"],
+    *,
+    rows: Int[Array, ""] | None = None,
+    with_kv: bool = True,
 ) -> tuple[
     Float[Array, "T K G H"],
     Float[Array, "T K 2 H"],
@@ -80,8 +83,10 @@ def append_kv(
 ]:
     """Rotates queries and keys, writes keys and values to their slots; slot -1 writes nothing. Slots are distinct.
 
-    Returns the queries, what it wrote (or would have) for each token, and the pages.
+    Returns the queries, what it wrote (or would have) for each token, and the pages. Without `with_kv` the second may be empty,
+    and results of tokens from `rows` on (None: T) are undefined: here they are like all others.
     """
+    del rows, with_kv
     num_pages, _, page_size, _ = k_pages.shape
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     # A page beyond the pool is what "drop" drops; a negative one would wrap around to the last page.

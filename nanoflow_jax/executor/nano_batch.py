@@ -93,7 +93,7 @@ def forward(
         raise ValueError(f"{plan.partition=} wants GEMMs that sum over the ranks themselves: kernels 'mosaic_peers'")
     if batch.shape.num_tokens != plan.b_dense:
         raise ValueError(f"a batch of {batch.shape.num_tokens} tokens does not fit a plan of {plan.b_dense=}")
-    pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache, in_graph)
+    pipeline = _Pipeline(config, decoder, batch, plan, kernels_for, cache, in_graph, with_kv=new_kv is not None)
     pipeline.x.write(0, plan.b_dense, embed(decoder, input_tokens(batch, last_tokens)))
     num_layers = config.num_layers
     phases = group(plan, num_layers) if in_phases else [(placed,) for placed in in_order(plan, num_layers)]
@@ -151,6 +151,8 @@ class _Pipeline:
         kernels_for: KernelsFor,
         cache: KVCache,
         in_graph: bool,
+        *,
+        with_kv: bool,
     ):
         self.x = Segments()
         self._in_graph = in_graph
@@ -161,7 +163,7 @@ class _Pipeline:
         self._kernels_for = kernels_for
         # Computed here once per range: inside a region they would be computed again.
         ranges = {(tokens.start, tokens.stop) for batches in plan.nano_batches.values() for tokens in batches}
-        self._steps = {key: step_inputs(config, batch, *key) for key in sorted(ranges)}
+        self._steps = {key: step_inputs(config, batch, *key, with_kv=with_kv) for key in sorted(ranges)}
         # The operations of each node: those that may run asynchronously, and those from the first write of the pool on,
         # which stay on the main stream because elsewhere they would not be in place.
         nodes = plan_graph(plan)

@@ -40,7 +40,7 @@ def forward(
       probe: called after each operation with (layer index, operation, values by name); for comparing executors.
       new_kv: takes what the step's tokens add to the cache.
     """
-    step = step_inputs(config, batch, kernels=kernels)
+    step = step_inputs(config, batch, kernels=kernels, with_kv=new_kv is not None)
     x = embed(decoder, input_tokens(batch, last_tokens))
     names = layer_operations(config, layout, reduce_in_gemm=kernels.reduces_in_gemm)
     k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)

@@ -2,8 +2,8 @@
 
 Pages lie in random order in a pool of just their number. The byte counts hold K and V, nearly all that decoding reads.
 Baselines: for decoding, cuDNN over a contiguous cache of the same lengths; for prefill, cuDNN on the dense shape, causal where
-the chunk is the whole sequence, else without a mask and scaled to the FLOPs of the causal chunk; for append_kv, a pass that
-reads and writes as many bytes.
+the chunk is the whole sequence, else without a mask and scaled to the FLOPs of the causal chunk; for append_kv, XLA's fusions
+of the same, beside which a row shows a pass that reads and writes as many bytes.
 """
 
 import dataclasses
@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.append_kv import TuningConfig as AppendConfig
 from pallas_kernels.append_kv import append_kv
 from pallas_kernels.bench import timing
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.reference import rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ PREFILL = (
     Prefill(name="8b 2048 of 2048", chunk=2048, kv_len=2048, kv_heads=8, group=4, page_size=64),
 )
 APPEND = (Append(name="8b 512 tokens", tokens=512), Append(name="8b 2048 tokens", tokens=2048))
+APPEND_CONFIGS = tuple(AppendConfig(warpgroups=w, pairs=p) for w, p in ((4, 3), (6, 2), (8, 1)))
+"""Beside each other, the default first: about as many bytes under way, by ever more warpgroups."""
 
 
 def benchmark(kernel: str, num_sms: Sequence[int], *, names: str = "", sustained: bool = False) -> Iterator[timing.Row]:
@@ -173,46 +177,79 @@ def _prefill(case: Prefill, num_sms: Sequence[int], sustained: bool) -> Iterator
 def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[timing.Row]:
     """A call is a series of appends to one pool, as layer after layer does it: the pool's first copy is small beside them."""
     T, K, G, H, series = case.tokens, case.kv_heads, case.group, case.head_dim, 12
-
-    def passes(x: jax.Array) -> list[jax.Array]:
-        out = []
-        for i in range(series):
-            y, x = lax.optimization_barrier((x[i] * jnp.bfloat16(1.5), x))
-            out.append(y)
-        return out
-
     pool = (2 * T // case.page_size, K, case.page_size, H)
-    qkv = normal(0, (series, T, K, G + 2, H))
+    qkv = [normal(i, (T, K, G + 2, H)) for i in range(series)]
+    angles = jax.random.uniform(jax.random.key(1), (T, H // 2), maxval=2 * np.pi)
     slots = jnp.asarray(np.random.default_rng(0).permutation(2 * T)[:T], jnp.int32)
-    inputs = (qkv, normal(1, (T, H // 2), jnp.float32), slots, normal(2, pool), normal(3, pool))
-    stream = timing.device_seconds({"f": passes}, [(qkv,)])["f"] / series
-    f = functools.partial(_appends, series)
-    held = _sustained(f, inputs, sustained)
-    # One row however many numbers of SMs are asked for: append_kv takes those that are free.
-    yield timing.Row(
-        kernel="append_kv",
-        case=case.name,
-        num_sms=max(num_sms),
-        seconds=timing.device_seconds({"f": f}, [inputs])["f"] / series,
-        hbm_bytes=2.0 * qkv[0].nbytes,
-        baseline="stream",
-        baseline_seconds=stream,
-        sustained=held and dataclasses.replace(held, seconds=held.seconds / series),
-    )
+    inputs = (jnp.cos(angles), jnp.sin(angles), slots, jnp.int32(T), normal(2, pool), normal(3, pool), *qkv)
+    runs = {f"{n} {c.warpgroups} x {c.pairs}": (n, c) for n in num_sms for c in APPEND_CONFIGS}
+    functions = {
+        name: functools.partial(_appends, functools.partial(append_kv, with_kv=False, num_sms=n, config=config))
+        for name, (n, config) in runs.items()
+    }
+    beside = {"XLA": functools.partial(_appends, _append_by_xla), "pass": _passes}
+    seconds = {name: s / series for name, s in timing.device_seconds(functions | beside, [inputs]).items()}
+    for name, (n, config) in runs.items():
+        held = _sustained(functions[name], inputs, sustained)
+        yield timing.Row(
+            kernel="append_kv",
+            case=f"{case.name} {config.warpgroups} x {config.pairs}",
+            num_sms=n,
+            seconds=seconds[name],
+            hbm_bytes=2.0 * qkv[0].nbytes,
+            baseline="XLA",
+            baseline_seconds=seconds["XLA"],
+            sustained=held and dataclasses.replace(held, seconds=held.seconds / series),
+            note=f"a pass of as many bytes takes {1e6 * seconds['pass']:.1f} us",
+        )
 
 
 def _appends(
-    series: int,
-    qkv: jax.Array,
+    append: Any,
     cos: jax.Array,
+    sin: jax.Array,
     slots: jax.Array,
+    rows: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
+    *qkv: jax.Array,
 ) -> Any:
     queries = []
-    for i in range(series):
-        q, _, k_pages, v_pages = append_kv(qkv[i], cos, cos, slots, k_pages, v_pages, num_sms=1)
+    for i in range(len(qkv)):
+        q, _, k_pages, v_pages = append(qkv[i], cos, sin, slots, k_pages, v_pages, rows=rows)
         # One append after the other, none merged with the next.
         q, k_pages, v_pages, qkv = lax.optimization_barrier((q, k_pages, v_pages, qkv))
         queries.append(q)
     return queries, k_pages, v_pages
+
+
+def _append_by_xla(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, rows: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Three fusions: queries, keys and values."""
+    del rows
+    num_pages, _, page_size, _ = k_pages.shape
+    # Out of bounds is what "drop" drops, and a negative index would count from the end.
+    page, offset = jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
+    new = [
+        pages.at[page, :, offset].set(tokens, mode="drop", unique_indices=True)
+        for pages, tokens in ((k_pages, rotate(qkv[:, :, -2], cos, sin)), (v_pages, qkv[:, :, -1]))
+    ]
+    return rotate(qkv[:, :, :-2], cos, sin), qkv[:, :, :0], *new
+
+
+def _passes(
+    cos: jax.Array,
+    sin: jax.Array,
+    slots: jax.Array,
+    rows: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *qkv: jax.Array,
+) -> list[jax.Array]:
+    del cos, sin, slots, rows, k_pages, v_pages
+    out = []
+    for i in range(len(qkv)):
+        y, qkv = lax.optimization_barrier((qkv[i] * jnp.bfloat16(1.5), qkv))
+        out.append(y)
+    return out

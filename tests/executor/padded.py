@@ -30,6 +30,14 @@ def leaving_undefined(value: Array | float, told_rows: Callable[[bool], None] = 
     def grouped_gemm(x: Array, w: Array, group_sizes: Array, *, swiglu: bool = False) -> Array:
         return fill(reference.grouped_gemm(x, w, group_sizes, swiglu=swiglu), count(x) < group_sizes.sum())
 
+    def append_kv(
+        qkv: Array, cos: Array, sin: Array, slots: Array, k_pages: Array, v_pages: Array, *, rows: Array, with_kv: bool
+    ) -> tuple[Array, ...]:
+        assert rows is not None
+        q, kv, *pages = reference.append_kv(qkv, cos, sin, slots, k_pages, v_pages)
+        used = count(q) < rows
+        return fill(q, used), fill(kv, used) if with_kv else kv[:, :, :0], *pages
+
     def decode_attention(q: Array, *operands: Array) -> Array:
         return fill(reference.decode_attention(q, *operands), count(q) < operands[-1].shape[0])
 
@@ -44,7 +52,7 @@ def leaving_undefined(value: Array | float, told_rows: Callable[[bool], None] = 
     return Kernels(
         gemm=gemm,
         grouped_gemm=grouped_gemm,
-        append_kv=REFERENCE.append_kv,
+        append_kv=append_kv,
         decode_attention=decode_attention,
         prefill_attention=prefill_attention,
         gemm_all_reduce=REFERENCE.gemm_all_reduce,

@@ -81,7 +81,12 @@ def test_the_split_alone_is_no_order_of_data() -> None:
     assert schedule(ONE_GPU, "nano")["unordered"]["gemm"][0] >= NUM_LAYERS
 
 
-@pytest.mark.parametrize(("plan", "mode", "kinds"), [(ONE_GPU, "sequential", 8), (TWO_GPUS_BY_HAND, "sequential", 8)])
+def test_a_layer_in_sequence_is_ten_kernels() -> None:
+    """Two norms, four GEMMs, append_kv, decode attention and what adds up its parts, prompt attention."""
+    assert schedule(ONE_GPU, "sequential")["launches"] == 10 * NUM_LAYERS + 7
+
+
+@pytest.mark.parametrize(("plan", "mode", "kinds"), [(ONE_GPU, "sequential", 9), (TWO_GPUS_BY_HAND, "sequential", 9)])
 def test_layers_share_kernels(plan: str, mode: str, kinds: int) -> None:
     """XLA compiles each kernel that it has not seen, which takes most of a second."""
     assert schedule(plan, mode)["kernels"] == kinds

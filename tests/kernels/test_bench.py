@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _mosaic, tune
+from pallas_kernels import _mosaic, reference, tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
 from pallas_kernels.bench import attention, parallel, timing
@@ -236,11 +236,22 @@ def test_commands_refuse_devices_and_names(main, capsys):
 
 
 def test_append_kv_counts_one_of_its_series(monkeypatch):
-    case = attention.Append(name="tiny", tokens=16, kv_heads=1, group=1, page_size=8, head_dim=8)
-    monkeypatch.setattr(timing, "device_seconds", lambda *_: {"f": 12e-6})
+    case = attention.Append(name="tiny", tokens=16, kv_heads=1, group=1, page_size=8, head_dim=16)
+    monkeypatch.setattr(timing, "device_seconds", lambda functions, _: dict.fromkeys(functions, 12e-6) | {"XLA": 18e-6})
     monkeypatch.setattr(timing, "sustained", lambda *_: timing.Sustained(seconds=24e-6, watts=300.0, sm_mhz=1980.0))
     monkeypatch.setattr(attention, "APPEND", (case,))
-    (row,) = attention.benchmark("append_kv", (132, 48), sustained=True)
-    assert row.sustained is not None
-    assert (row.seconds, row.baseline_seconds, row.sustained.seconds) == pytest.approx((1e-6, 1e-6, 2e-6))
-    assert row.hbm_bytes == 2 * 2 * 16 * 3 * 8  # qkv in bfloat16, read and written
+    rows = list(attention.benchmark("append_kv", (132, 48), sustained=True))
+    assert [row.num_sms for row in rows] == [n for n in (132, 48) for _ in attention.APPEND_CONFIGS]
+    for row in rows:
+        assert row.sustained is not None
+        assert (row.seconds, row.baseline_seconds, row.sustained.seconds) == pytest.approx((1e-6, 1.5e-6, 2e-6))
+        assert row.hbm_bytes == 2 * 2 * 16 * 3 * 16  # qkv in bfloat16, read and written
+
+
+def test_append_kv_and_its_baseline_do_the_same():
+    qkv = attention.normal(0, (5, 2, 4, 16))
+    pools = [attention.normal(i, (2, 2, 4, 16)) for i in (1, 2)]
+    angles = jnp.arange(40, dtype=jnp.float32).reshape(5, 8)
+    inputs = (jnp.cos(angles), jnp.sin(angles), jnp.asarray([3, -1, 7, 0, 2], jnp.int32), jnp.int32(5), *pools, qkv, 2 * qkv)
+    found, wanted = (attention._appends(f, *inputs) for f in (attention._append_by_xla, reference.append_kv))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
