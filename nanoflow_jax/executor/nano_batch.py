@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from nanoflow_jax.batch import Batch
 from nanoflow_jax.config import ModelConfig
-from nanoflow_jax.executor import fused
+from nanoflow_jax.executor import dataflow, fused
 from nanoflow_jax.executor.data_order import not_before
 from nanoflow_jax.executor.kv_transfer import LeavingKV
 from nanoflow_jax.executor.phases import Phase, Placed, group, in_order
@@ -34,14 +34,9 @@ from nanoflow_jax.kv_cache import KVCache
 from nanoflow_jax.models.decoder import Decoder
 from nanoflow_jax.operations import OPERATIONS, StepInputs, embed, logits, step_inputs
 from nanoflow_jax.parallel import ParallelLayout
-from nanoflow_jax.plan import NanoBatch, PipelinePlan, Resource, plan_graph
-
-_POOL = ("k_pages", "v_pages")
-# A plan gives decoding and prompt tokens ranges of their own, each with a result of its own.
-_RENAMED = {"decoded": "attended", "prefilled": "attended"}
+from nanoflow_jax.plan import NanoBatch, NanoOperation, PipelinePlan, Resource, plan_graph
 
 Values = dict[str, Array]
-Parts = tuple[tuple[str, ...], tuple[str, ...]]
 KernelsFor = Callable[[int], Kernels]
 Annotate = Callable[[Resource, Callable], Callable]
 
@@ -118,7 +113,7 @@ def forward(
             behind += [awaited for kv in pipeline.newly_appended() for awaited in new_kv.take(kv)]
     last = last_of_rows(batch, pipeline.x.read(0, plan.b_dense))
     row_logits = logits(config, decoder, last, batch.q_lens > 0, kernels_for(plan.num_sms))
-    return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in _POOL))
+    return row_logits, KVCache(*([layer.pool[name] for layer in pipeline.layers] for name in dataflow.POOL))
 
 
 @dataclasses.dataclass
@@ -131,9 +126,11 @@ class _Layer:
     # what nobody can still need, and would copy the whole pool otherwise.
     pool_readers: list[Array] = dataclasses.field(default_factory=list)
 
-    def write(self, tokens: NanoBatch, results: Values) -> None:
+    def write(self, tokens: NanoBatch, results: Values, rows: NanoBatch) -> None:
+        """Stores results of `tokens`, in arrays that have the rows of all of `rows`."""
         for name, array in results.items():
-            self.values.setdefault(_known_as(name), Segments()).write(tokens.start, tokens.stop, array)
+            value = self.values.setdefault(dataflow.known_as(name), Segments())
+            value.write(tokens.start, tokens.stop, array, tokens.start - rows.start)
 
 
 class _Pipeline:
@@ -157,29 +154,46 @@ class _Pipeline:
         self.x = Segments()
         self._in_graph = in_graph
         pools = zip(cache.k_pages, cache.v_pages, strict=True)
-        self.layers = [_Layer({"x": self.x}, dict(zip(_POOL, pages, strict=True))) for pages in pools]
+        self.layers = [_Layer({"x": self.x}, dict(zip(dataflow.POOL, pages, strict=True))) for pages in pools]
         self._config, self._decoder, self._plan = config, decoder, plan
         self._num_appended = 0
         self._kernels_for = kernels_for
         # Computed here once per range: inside a region they would be computed again.
-        ranges = {(tokens.start, tokens.stop) for batches in plan.nano_batches.values() for tokens in batches}
-        self._steps = {key: step_inputs(config, batch, *key, with_kv=with_kv) for key in sorted(ranges)}
+        ranges = dict.fromkeys((plan.batch_of(nano), self._rows_of(nano)) for nano in plan.nano_operations)
+        self._steps = {key: _step_inputs(config, batch, *key, with_kv=with_kv) for key in ranges}
         # The operations of each node: those that may run asynchronously, and those from the first write of the pool on,
         # which stay on the main stream because elsewhere they would not be in place.
         nodes = plan_graph(plan)
-        self._runs = {node.name: _split_at_pool_write(node.runs) for node in nodes}
+        self._runs = {node.name: dataflow.split_at_pool_write(node.runs) for node in nodes}
         # Of what a node's asynchronous part writes, only what others read leaves it. This is one value per node, and has to
         # be: XLA breaks up a region with several results and then waits for it at once.
-        self._readers = _readers(self._runs)
-        self._kept = {node.name: _needed_outside(node.name, self._runs, self._readers) for node in nodes}
+        self._readers = dataflow.readers(self._runs)
+        self._kept = {node.name: dataflow.needed_outside(node.name, self._runs, self._readers) for node in nodes}
+
+    def _rows_of(self, nano: NanoOperation) -> NanoBatch:
+        """The tokens of which a nano-operation's queries and results have rows: its own and perhaps more.
+
+        Attention has those of the nano-batch of qkv that its tokens lie in: cut out of it, queries would be copied.
+        """
+        tokens = self._plan.batch_of(nano)
+        if nano.operation in ("decode_attention", "prefill_attention"):
+            for whole in self._plan.nano_batches["qkv_proj"]:
+                # Decode attention's rows are the first of its arrays.
+                begins = whole.start == tokens.start or (nano.operation == "prefill_attention" and whole.start < tokens.start)
+                if begins and tokens.stop <= whole.stop:
+                    return whole
+        return tokens
+
+    def _tokens_read(self, nano: NanoOperation, name: str) -> NanoBatch:
+        return self._rows_of(nano) if name == "q" else self._plan.batch_of(nano)
 
     def hold_back(self, phase: Phase, behind: Sequence[Array]) -> None:
         """Makes everything that `phase` reads from outside ready together, and not before `behind` exists."""
         reads: dict[tuple[int, str, int, int], Array] = {}
         for placed in phase:
-            tokens = self._plan.batch_of(placed.nano)
             layer = self.layers[placed.layer]
-            for name in _external_reads(self._runs[placed.nano.operation][0]):
+            for name in dataflow.external_reads(self._runs[placed.nano.operation][0]):
+                tokens = self._tokens_read(placed.nano, name)
                 if name in layer.values and layer.values[name].covers(tokens.start, tokens.stop):
                     key = (placed.layer, name, tokens.start, tokens.stop)
                     reads[key] = layer.values[name].read(tokens.start, tokens.stop)
@@ -205,16 +219,19 @@ class _Pipeline:
         """Whether only what the last member writes is needed outside, for one result is all that may leave a region."""
         *inner, last = members
         names = {placed.nano.operation for placed in members}
-        where = last.layer, last.nano.resource, self._plan.batch_of(last.nano)
+        where = self._where(last)
         for index, placed in enumerate(inner):
             before_pool, from_pool_write = self._runs[placed.nano.operation]
-            if from_pool_write or (placed.layer, placed.nano.resource, self._plan.batch_of(placed.nano)) != where:
+            if from_pool_write or self._where(placed) != where:
                 return False
-            later = {name for other in members[index + 1 :] for name in _written(self._runs[other.nano.operation][0])}
-            needed = _written(before_pool) & {_known_as(name) for name in self._kept[placed.nano.operation]}
+            later = {name for other in members[index + 1 :] for name in dataflow.written(self._runs[other.nano.operation][0])}
+            needed = dataflow.written(before_pool) & {dataflow.known_as(name) for name in self._kept[placed.nano.operation]}
             if any(name not in later and not self._readers[name] <= names for name in needed):
                 return False
-        return not inner or where[1] is not Resource.NETWORK
+        return not inner or last.nano.resource is not Resource.NETWORK
+
+    def _where(self, placed: Placed) -> tuple[int, Resource, NanoBatch, NanoBatch]:
+        return placed.layer, placed.nano.resource, self._plan.batch_of(placed.nano), self._rows_of(placed.nano)
 
     def run(
         self,
@@ -255,7 +272,7 @@ class _Pipeline:
                 apply = functools.partial(self._apply_all, members, step)
                 outputs[index] = annotate(placed.nano.resource, apply)(self._inputs(members, state))
                 chains[placed.nano.resource] = list(outputs[index].values())
-            state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index])
+            state[placed.layer].write(self._plan.batch_of(placed.nano), outputs[index], self._rows_of(placed.nano))
         for index, attention in split.items():
             outputs[index] = attention.result()
         return outputs
@@ -266,16 +283,16 @@ class _Pipeline:
 
     def _step_of(self, placed: Placed, after: Sequence[Array]) -> StepInputs:
         """Of a nano-operation's tokens; in a graph its kernels come after what `after` holds."""
-        tokens = self._plan.batch_of(placed.nano)
-        step = self._steps[tokens.start, tokens.stop]
+        step = self._steps[self._plan.batch_of(placed.nano), self._rows_of(placed.nano)]
         return not_before(step, after) if self._in_graph and after else step
 
     def _inputs(self, members: Sequence[Placed], state: Sequence[_Layer]) -> Values:
         """What the members of a region read from outside; all work on the same tokens of one layer."""
-        tokens, layer = self._plan.batch_of(members[0].nano), state[members[0].layer]
+        nano, layer = members[0].nano, state[members[0].layer]
         names = [name for placed in members for name in self._parts(placed)[0]]
-        values = {name: layer.values[name].read(tokens.start, tokens.stop) for name in _external_reads(names)}
-        return values | layer.pool if _reads_pool(names) else values
+        wanted = {name: self._tokens_read(nano, name) for name in dataflow.external_reads(names)}
+        values = {name: layer.values[name].read(tokens.start, tokens.stop) for name, tokens in wanted.items()}
+        return values | layer.pool if dataflow.reads_pool(names) else values
 
     def _applied(self, placed: Placed, state: Sequence[_Layer]) -> fused.Apply:
         """A nano-operation on what it reads now, as a function of the kernels."""
@@ -286,22 +303,23 @@ class _Pipeline:
         """Lets the writes of a phase, all at its end, come after every read of the pool in it, whichever the plan has first."""
         for region in regions:
             for placed in (phase[index] for index in region):
-                if _reads_pool(self._runs[placed.nano.operation][0]):
+                if dataflow.reads_pool(self._runs[placed.nano.operation][0]):
                     self.layers[placed.layer].pool_readers += results[region[-1]].values()
 
     def finish(self, placed: Placed, results: Values) -> Values:
         """Stores what a nano-operation wrote, after its write of the pool if it has one; returns all it wrote."""
-        layer, tokens = self.layers[placed.layer], self._plan.batch_of(placed.nano)
+        layer, tokens, rows = self.layers[placed.layer], self._plan.batch_of(placed.nano), self._rows_of(placed.nano)
         _, after = self._runs[placed.nano.operation]
         if after:
             pool, _ = lax.optimization_barrier((layer.pool, layer.pool_readers))
             kept = {write for name in after for write in OPERATIONS[name].writes}
             with _scope(placed):
                 results = self._apply(placed, self._step_of(placed, ()), after, kept, results | pool)
-            layer.pool = {name: results.pop(name) for name in _POOL}
+            layer.pool = {name: results.pop(name) for name in dataflow.POOL}
             layer.pool_readers = []
-        layer.write(tokens, results)
-        return results
+        layer.write(tokens, results, rows)
+        first = tokens.start - rows.start
+        return results if rows == tokens else {name: x[first : first + tokens.tokens] for name, x in results.items()}
 
     def newly_appended(self) -> list[Array]:
         """`[T, K, 2, H]` of the layers that have appended all their tokens since the last call."""
@@ -319,7 +337,7 @@ class _Pipeline:
         for placed in members:
             with _scope(placed):
                 results = self._apply(placed, step, *self._parts(placed), known)
-            known |= {_known_as(name): array for name, array in results.items()}
+            known |= {dataflow.known_as(name): array for name, array in results.items()}
         return results
 
     def _apply(
@@ -343,49 +361,12 @@ class _Pipeline:
         return {name: written[name] for name in sorted(kept & written.keys())}
 
 
+def _step_inputs(config: ModelConfig, batch: Batch, tokens: NanoBatch, rows: NanoBatch, *, with_kv: bool) -> StepInputs:
+    """Of `tokens`, for arrays that have the rows of all of `rows`."""
+    step = step_inputs(config, batch, tokens.start, tokens.stop, with_kv=with_kv)
+    return step if rows == tokens else dataclasses.replace(step, q_starts=step.q_starts + (tokens.start - rows.start))
+
+
 def _scope(placed: Placed) -> AbstractContextManager:
     """Names kernels after their nano-operation, for whoever reads a profile."""
     return jax.named_scope(f"{placed.nano.operation}.{placed.layer}.{placed.nano.nano_batch}")
-
-
-def _split_at_pool_write(names: Sequence[str]) -> Parts:
-    first = next((i for i, name in enumerate(names) if set(_POOL) & set(OPERATIONS[name].writes)), len(names))
-    return tuple(names[:first]), tuple(names[first:])
-
-
-def _readers(runs: Mapping[str, Parts]) -> dict[str, set[str]]:
-    """Value -> the nodes that need it from outside. x has a reader that is no node: the next layer, or the logits."""
-    found: dict[str, set[str]] = {"x": {"next layer"}}
-    for node, (own, later) in runs.items():
-        for value in _external_reads([*own, *later]):
-            found.setdefault(value, set()).add(node)
-    return found
-
-
-def _needed_outside(node: str, runs: Mapping[str, Parts], readers: Mapping[str, set[str]]) -> set[str]:
-    """Values written by the first part of `node` that its second part, another node or the next layer needs."""
-    own, later = runs[node]
-    needed = {value for value, nodes in readers.items() if nodes - {node}} | set(_external_reads(later))
-    return {write for name in own for write in OPERATIONS[name].writes if _known_as(write) in needed}
-
-
-def _external_reads(names: Sequence[str]) -> list[str]:
-    """Values that operations need from outside when they run in this order, the pool apart."""
-    inside: set[str] = set()
-    wanted = []
-    for name in names:
-        wanted += [r for r in OPERATIONS[name].reads if r not in inside and r not in _POOL and r not in wanted]
-        inside |= {_known_as(write) for write in OPERATIONS[name].writes}
-    return wanted
-
-
-def _written(names: Sequence[str]) -> set[str]:
-    return {_known_as(write) for name in names for write in OPERATIONS[name].writes}
-
-
-def _known_as(name: str) -> str:
-    return _RENAMED.get(name, name)
-
-
-def _reads_pool(names: Sequence[str]) -> bool:
-    return any(set(_POOL) & set(OPERATIONS[name].reads) for name in names)

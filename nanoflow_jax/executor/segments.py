@@ -8,11 +8,12 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows of a value that belong to tokens [start, stop)."""
+    """Rows of a value that belong to tokens [start, stop), of an array that may have others before and behind them."""
 
     start: int
     stop: int
     array: Array
+    first_row: int
 
 
 class Segments:
@@ -21,10 +22,11 @@ class Segments:
     def __init__(self) -> None:
         self._newest_first: list[Segment] = []
 
-    def write(self, start: int, stop: int, array: Array) -> None:
-        assert array.shape[0] == stop - start, f"{array.shape=} for tokens [{start}, {stop})"
+    def write(self, start: int, stop: int, array: Array, first_row: int = 0) -> None:
+        """`first_row`: of the array, that of token `start`."""
+        assert array.shape[0] >= first_row + stop - start, f"{array.shape=} for tokens [{start}, {stop}) from row {first_row}"
         kept = [s for s in self._newest_first if not (start <= s.start and s.stop <= stop)]
-        self._newest_first = [Segment(start, stop, array), *kept]
+        self._newest_first = [Segment(start, stop, array, first_row), *kept]
 
     def covers(self, start: int, stop: int) -> bool:
         """Whether every token of the range was written."""
@@ -56,7 +58,8 @@ class Segments:
                 raise KeyError(f"token {at} of [{start}, {stop}) was never written")
             # Newer segments that begin inside this one hide its rest.
             until = min([stop, segment.stop, *(s.start for s in self._newest_first[:newest] if at < s.start)])
-            parts.append(segment.array[at - segment.start : until - segment.start])
+            before = segment.start - segment.first_row
+            parts.append(segment.array[at - before : until - before])
             at = until
         if len(parts) == 1:
             return parts[0]

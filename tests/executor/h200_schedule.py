@@ -72,6 +72,7 @@ def main(plan_name: str, mode: ExecutionMode, dump: str) -> None:
         "unordered": {kernel: unordered(compiled.as_text(), kernel) for kernel in ("gemm", "decode_attention")},
         "kernels": len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', compiled.as_text()))),
         "launches": sum(bool(re.search(r"^\s*\d+: k(CustomKernel|CustomCall|Copy)\b", line)) for line in lines),
+        "copies": sum("kCopy" in line for line in lines),
         "empty_starts": sum("kAsyncStart" in line and "No thunks" in after for line, after in itertools.pairwise(lines)),
     }))  # fmt: skip
 

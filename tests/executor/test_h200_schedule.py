@@ -97,6 +97,11 @@ def test_the_split_alone_overlaps_nothing(plan: str) -> None:
     assert not schedule(plan, "nano")["pairs"]
 
 
+def test_attention_s_queries_are_not_copied() -> None:
+    """Those of decoding and of prompt tokens lie side by side in what one nano-batch of qkv gave."""
+    assert schedule(TWO_GPUS_BY_HAND, "streams")["copies"] < 3 * NUM_LAYERS
+
+
 @pytest.mark.parametrize("mode", ["sequential", "nano", "streams", "fused"])
 def test_the_pool_is_not_copied(mode: str) -> None:
     """Temporaries grow with the batch; a second pool, or a layer's, would show beside them."""

@@ -241,12 +241,15 @@ def test_a_plan_of_another_size_is_refused() -> None:
 
 
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20)), min_size=1, max_size=8), st.data())
-def test_segments_behave_like_one_array(writes: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=8), st.data())
+def test_segments_behave_like_one_array(writes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Arrays may have rows of no account before and behind the tokens that are written."""
     segments, plain = Segments(), np.full(20, -1)
-    for value, (start, length) in enumerate(writes):
+    for value, (start, length, more) in enumerate(writes):
         stop = min(20, start + length)
-        segments.write(start, stop, jnp.full(stop - start, value))
+        array = np.full(stop - start + 2 * more, 99)
+        array[more : more + stop - start] = value
+        segments.write(start, stop, jnp.asarray(array), first_row=more)
         plain[start:stop] = value
     start = data.draw(st.integers(0, 19))
     stop = data.draw(st.integers(start + 1, 20))
