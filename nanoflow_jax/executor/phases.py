@@ -46,9 +46,10 @@ def group(plan: PipelinePlan, num_layers: int) -> list[Phase]:
     """Phases in order; operations within a phase in the plan's order.
 
     A phase must not hold an operation that needs a result of another resource's chain in it, or keys and values that it writes
-    (the pool is written at a phase's end); nor one for which SMs of another must be free that the plan has end before it, for
-    budgets only hold while what runs together was meant to. Of all ways to cut the plan's order into such phases, this is one
-    in which they take the least time altogether, each as long as its longest chain and BARRIER_US.
+    (the pool is written at a phase's end); nor attention or a collective that the plan starts when a GEMM has ended whose SMs
+    it needs, for side by side either waits for the other. A GEMM that comes after them may be in their phase: its CTAs start as
+    SMs become free. Of all ways to cut the plan's order into such phases, this is one in which they take the least time
+    altogether, each as long as its longest chain and BARRIER_US.
     """
     order = list(in_order(plan, num_layers))
     blockers = _last_blockers(order, _needs(plan), plan.num_sms)
@@ -103,7 +104,8 @@ def _blocks(producer: Placed, consumer: Placed) -> bool:
 
 
 def _wants_sms_of(placed: Placed, before: Placed, num_sms: int) -> bool:
-    """Whether the plan lets `placed` start when `before`, of another resource, has ended, and both do not fit the device."""
-    if placed.nano.resource is before.nano.resource or placed.nano.num_sms + before.nano.num_sms <= num_sms:
+    """Whether the plan lets `placed` start when the GEMM `before` has ended, and both do not fit the device."""
+    if placed.nano.resource is Resource.COMPUTE or before.nano.resource is not Resource.COMPUTE:
         return False
-    return before.end_us <= placed.start_us + _ROUNDING_US
+    too_many = placed.nano.num_sms + before.nano.num_sms > num_sms
+    return too_many and before.end_us <= placed.start_us + _ROUNDING_US
