@@ -116,8 +116,8 @@ def best_choice(devices: Sequence[Any]) -> KernelChoice:
     """What to take on the devices of all ranks unless told otherwise: the reference on CPUs, Mosaic kernels on GPUs.
 
     XLA's GEMM is as fast by itself; ours adds the residual and applies SwiGLU before it stores, and keeps to SM budgets. On two
-    ranks with NVLink a GEMM and its all-reduce are faster as one kernel (docs/kernels-collectives.md); on more that was not
-    measured.
+    ranks with NVLink a GEMM and its all-reduce are faster as one kernel (docs/kernels-collectives.md). So they are in a large
+    layer on four (docs/performance.md), where no engine has run with them yet; on more that was not measured.
 
     Raises:
       CudaDriverError: two GPUs, and the driver does not say how they are connected.

@@ -1,4 +1,4 @@
-"""Pieces of the attention kernels that work on a warpgroup's registers, below what Pallas expresses.
+"""Pieces of the attention kernels and of append_kv that work on a warpgroup's registers, below what Pallas expresses.
 
 Every function has two bodies: Mosaic GPU instructions where the kernel is compiled, and the same in jnp where jax's interpreter
 runs it (`interpreted`). Columns here are the minor axis of an [M, 8] product of wgmma, whose 64-row tiles are spread over the

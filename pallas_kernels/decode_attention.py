@@ -49,8 +49,8 @@ def decode_attention(
     """Attention of one query token per row over the first `kv_lens[row]` tokens of its pages; scores are scaled by H^-1/2.
 
     Token i is row i's; tokens behind the B rows are left undefined. Rows with kv_len 0 return zeros and cost nothing, wherever
-    they are. Results are the same bits on every run, and differ
-    between values of `num_sms` only by rounding. Groups of 3, 5, 6 or 7 queries cost a copy of q.
+    they are. Results are the same bits on every run, and differ between values of `num_sms` only by rounding. Groups of 3, 5, 6
+    or 7 queries cost a copy of q.
 
     Raises:
       UnsupportedDeviceError: the device is no Hopper GPU.

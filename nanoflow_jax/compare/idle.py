@@ -26,7 +26,7 @@ class Gaps:
 
 @dataclasses.dataclass(frozen=True)
 class Idle:
-    """Of the time from the first kernel traced to the end of the last, mean over GPUs.
+    """Of the time from the first kernel traced to the end of the last, mean over GPUs with kernels.
 
     Copies before the first kernel do not count. A step that was launched before the trace began is not in it, and may go on
     while the batch of the step after it is already copied.

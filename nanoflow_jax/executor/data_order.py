@@ -21,8 +21,8 @@ def not_before(step: StepInputs, results: Sequence[Array]) -> StepInputs:
 
     They are the counts that our kernels read before anything else, of tokens and of the cache's, and the slots, by which
     experts count theirs. A count is no less than 0 and a slot no less than -1, so the larger of it and of what is at most that
-    is the same; XLA does not know, or it would leave out what has no effect. Writes of the pool are not held back, nor is what
-    has few CTAs and waits for none.
+    is the same; XLA does not know, or it would leave out what has no effect. Writes of the pool are not held back: their
+    CTAs wait for none. Nor is what has few CTAs.
     """
     some = functools.reduce(jnp.maximum, [_some_of(result) for result in results])
 

@@ -1,5 +1,6 @@
 """The runner: compiled once, pool in place, tokens fed back on the device, refusals at the edge."""
 
+import os
 import types
 from typing import Any
 
@@ -14,7 +15,7 @@ from nanoflow_jax.batch import BatchShape, empty_batch
 from nanoflow_jax.config import preset
 from nanoflow_jax.executor.runner import MAX_LOGPROBS, ModelRunner, RunnerConfig, step_shapes, step_sizes
 from nanoflow_jax.kernels import best_choice, check_choice
-from nanoflow_jax.kv_cache import create_kv_cache, pages_that_fit, step_bytes
+from nanoflow_jax.kv_cache import claim_device_memory, claimed_memory, create_kv_cache, pages_that_fit, step_bytes
 from nanoflow_jax.parallel import parallel_layout
 from nanoflow_jax.plan import PlanSet
 from tests.executor.plans import random_plan
@@ -224,6 +225,19 @@ def test_pool_sizes() -> None:
     for num_pages, page_size, message in [(1, 16, "num_pages=1"), (2**27, 16, "do not fit in int32")]:
         with pytest.raises(ValueError, match=message):
             create_kv_cache(model.config, model.layout, model.mesh, num_pages=num_pages, page_size=page_size, dtype=jnp.float32)
+
+
+def test_memory_is_claimed_unless_the_environment_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    for tp_size in (1, 2):
+        monkeypatch.setenv(name, "")  # so that it is as it was once the test is over
+        monkeypatch.delenv(name)
+        claim_device_memory(tp_size)
+        assert float(os.environ[name]) == claimed_memory(tp_size)
+    assert claimed_memory(2) < claimed_memory(1) < 1, "NCCL wants memory of its own"
+    monkeypatch.setenv(name, "0.5")
+    claim_device_memory(1)
+    assert os.environ[name] == "0.5"
 
 
 def test_a_step_is_given_memory_for_its_logits_and_their_sampling() -> None:

@@ -101,6 +101,19 @@ def test_keys_and_values_by_token_can_be_left_out():
         np.testing.assert_array_equal(with_kv[i], without[i])
 
 
+def test_what_lies_behind_the_rows_is_left_out():
+    """All but the first block of a warpgroup, which does not wait to be told: here the second token begins the second block."""
+    T, K, G, H = 4, 2, 6, 128  # a token is 128 pairs
+    inputs = _inputs(T, K, G, H, 2, 4, 2)
+    inputs = (*inputs[:3], jnp.arange(T, dtype=jnp.int32), *inputs[4:])
+    with interpreted():
+        append = jax.jit(functools.partial(append_kv, num_sms=1, config=TuningConfig(warpgroups=1, pairs=1)))
+        *_, k_pages, v_pages = append(*inputs, rows=jnp.int32(2))
+    for pages, before in ((k_pages, inputs[4]), (v_pages, inputs[5])):
+        np.testing.assert_array_equal(pages[0, :, 2:], before[0, :, 2:])
+        assert (np.asarray(pages[0, :, :2]) != np.asarray(before[0, :, :2])).any(axis=(0, 2)).all()
+
+
 def test_refuses_what_it_cannot_do():
     qkv, cos, sin, slots, k_pages, v_pages = _inputs(3, 2, 2, 16, 4, 16, 0)
     with pytest.raises(UnsupportedDeviceError, match=r"reference\.append_kv"):
