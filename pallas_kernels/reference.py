@@ -97,7 +97,7 @@ def append_kv(
 
 
 def _write_slots(pages: Array, rows: Array, *, page: Array, offset: Array) -> Array:
-    return pages.at[page, :, offset].set(rows, mode="drop")
+    return pages.at[page, :, offset].set(rows, mode="drop", unique_indices=True)
 
 
 def decode_attention(

@@ -90,12 +90,9 @@ def _last_blockers(order: Sequence[Placed], needs: Needs, num_sms: int) -> list[
     for placed in order:
         wanted = needs.get((placed.nano.operation, placed.nano.nano_batch), ())
         indices = [index_of.get((placed.layer - previous_layer, *producer), -1) for producer, previous_layer in wanted]
-        blocking = [i for i in indices if i >= 0 and _blocks(order[i], placed)]
-        for i in range(len(blockers) - 1, max(blocking, default=-1), -1):
-            if _wants_sms_of(placed, order[i], num_sms):
-                blocking.append(i)
-                break
-        blockers.append(max(blocking, default=-1))
+        needed = max((i for i in indices if i >= 0 and _blocks(order[i], placed)), default=-1)
+        since = range(len(blockers) - 1, needed, -1)
+        blockers.append(next((i for i in since if _wants_sms_of(placed, order[i], num_sms)), needed))
     return blockers
 
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import reference
 from pallas_kernels.append_kv import TuningConfig as AppendConfig
 from pallas_kernels.append_kv import append_kv
 from pallas_kernels.bench import timing
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.reference import rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,8 @@ class Append:
 
 DECODE = (
     Decode(name="8b 512 x 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64),
+    Decode(name="8b 512 x 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=32),
+    Decode(name="8b 512 x 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=16),
     Decode(name="8b 512 x exp 1024", rows=512, mean_kv_len=1024, kv_heads=8, group=4, page_size=64, ragged=True),
     Decode(name="70b/8 2048 x 1024", rows=2048, mean_kv_len=1024, kv_heads=1, group=8, page_size=16),
     Decode(name="70b/8 2048 x exp 1024", rows=2048, mean_kv_len=1024, kv_heads=1, group=8, page_size=16, ragged=True),
@@ -83,6 +85,7 @@ PREFILL = (
     Prefill(name="8b 2048 of 2048", chunk=2048, kv_len=2048, kv_heads=8, group=4, page_size=64),
 )
 APPEND = (Append(name="8b 512 tokens", tokens=512), Append(name="8b 2048 tokens", tokens=2048))
+_BESIDE_QKV = 6  # arguments in front of the activations
 APPEND_CONFIGS = tuple(AppendConfig(warpgroups=w, pairs=p) for w, p in ((4, 3), (6, 2), (8, 1)))
 """Beside each other, the default first: about as many bytes under way, by ever more warpgroups."""
 
@@ -187,7 +190,7 @@ def _append(case: Append, num_sms: Sequence[int], sustained: bool) -> Iterator[t
         name: functools.partial(_appends, functools.partial(append_kv, with_kv=False, num_sms=n, config=config))
         for name, (n, config) in runs.items()
     }
-    beside = {"XLA": functools.partial(_appends, _append_by_xla), "pass": _passes}
+    beside = {"XLA": functools.partial(_appends, reference.append_kv), "pass": _passes}
     seconds = {name: s / series for name, s in timing.device_seconds(functions | beside, [inputs]).items()}
     for name, (n, config) in runs.items():
         held = _sustained(functions[name], inputs, sustained)
@@ -223,31 +226,9 @@ def _appends(
     return queries, k_pages, v_pages
 
 
-def _append_by_xla(
-    qkv: jax.Array, cos: jax.Array, sin: jax.Array, slots: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, rows: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Three fusions: queries, keys and values."""
-    del rows
-    num_pages, _, page_size, _ = k_pages.shape
-    # Out of bounds is what "drop" drops, and a negative index would count from the end.
-    page, offset = jnp.where(slots < 0, num_pages, slots // page_size), slots % page_size
-    new = [
-        pages.at[page, :, offset].set(tokens, mode="drop", unique_indices=True)
-        for pages, tokens in ((k_pages, rotate(qkv[:, :, -2], cos, sin)), (v_pages, qkv[:, :, -1]))
-    ]
-    return rotate(qkv[:, :, :-2], cos, sin), qkv[:, :, :0], *new
-
-
-def _passes(
-    cos: jax.Array,
-    sin: jax.Array,
-    slots: jax.Array,
-    rows: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    *qkv: jax.Array,
-) -> list[jax.Array]:
-    del cos, sin, slots, rows, k_pages, v_pages
+def _passes(*inputs: jax.Array) -> list[jax.Array]:
+    """Over the activations alone, of the arguments of `_appends`."""
+    qkv = inputs[_BESIDE_QKV:]
     out = []
     for i in range(len(qkv)):
         y, qkv = lax.optimization_barrier((qkv[i] * jnp.bfloat16(1.5), qkv))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from nanoflow_jax.batch import Batch, BatchShape, empty_batch, pack, unpack
 from nanoflow_jax.executor import nano_batch, sequential
+from nanoflow_jax.executor.dataflow import known_as
 from nanoflow_jax.executor.nano_batch import Mode
 from nanoflow_jax.executor.segments import Segments
 from nanoflow_jax.kernels import REFERENCE
@@ -150,7 +151,7 @@ def compare_borders(plan: PipelinePlan, num_layers: int, batch: Batch, truth: di
                         tokens = np.arange(batch_range.start, batch_range.stop)
                         live = covered[tokens] & _served(value, tokens, batch)
                         reference = truth[f"{layer} {_IN_SEQUENCE.get(name, name)}"]
-                        reference = reference[_known_as(value)][:, tokens]
+                        reference = reference[known_as(value)][:, tokens]
                         np.testing.assert_allclose(result[value][:, live], reference[:, live], atol=1e-5)
                         compared += int(live.sum())
     assert compared > 0 or not covered.any()
@@ -158,10 +159,6 @@ def compare_borders(plan: PipelinePlan, num_layers: int, batch: Batch, truth: di
 
 # In sequence the two kinds of attention have one result.
 _IN_SEQUENCE = {"decode_attention": "prefill_attention_into_decoded", "prefill_attention": "prefill_attention_into_decoded"}
-
-
-def _known_as(value: str) -> str:
-    return "attended" if value in ("decoded", "prefilled") else value
 
 
 def _served(value: str, tokens: np.ndarray, batch: Batch) -> np.ndarray:

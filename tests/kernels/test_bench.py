@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _mosaic, reference, tune
+from pallas_kernels import _mosaic, tune
 from pallas_kernels._tuning import GemmConfig
 from pallas_kernels.bench import __main__ as command
 from pallas_kernels.bench import attention, parallel, timing
@@ -246,12 +246,3 @@ def test_append_kv_counts_one_of_its_series(monkeypatch):
         assert row.sustained is not None
         assert (row.seconds, row.baseline_seconds, row.sustained.seconds) == pytest.approx((1e-6, 1.5e-6, 2e-6))
         assert row.hbm_bytes == 2 * 2 * 16 * 3 * 16  # qkv in bfloat16, read and written
-
-
-def test_append_kv_and_its_baseline_do_the_same():
-    qkv = attention.normal(0, (5, 2, 4, 16))
-    pools = [attention.normal(i, (2, 2, 4, 16)) for i in (1, 2)]
-    angles = jnp.arange(40, dtype=jnp.float32).reshape(5, 8)
-    inputs = (jnp.cos(angles), jnp.sin(angles), jnp.asarray([3, -1, 7, 0, 2], jnp.int32), jnp.int32(5), *pools, qkv, 2 * qkv)
-    found, wanted = (attention._appends(f, *inputs) for f in (attention._append_by_xla, reference.append_kv))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
